@@ -1,0 +1,26 @@
+"""Array libraries, one file each, imported only if the program has imported the library itself."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from limelight.adapters.base import Adapter
+from limelight.errors import invalid_type
+
+_SUPPORTED = "a torch tensor or a NumPy array"
+
+
+def adapter_of(query: Any) -> Adapter:
+    """The adapter for an array's library. Raises TypeError for what no adapter knows."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(query, torch.Tensor):
+        from limelight.adapters.torch.adapter import ADAPTER
+
+        return ADAPTER
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(query, numpy.ndarray):
+        from limelight.adapters.numpy import ADAPTER
+
+        return ADAPTER
+    raise invalid_type("query", found=type(query).__name__, needed=_SUPPORTED)

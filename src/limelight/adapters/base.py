@@ -1,0 +1,199 @@
+"""The contract of an adapter: one array library, seen by the rest as layouts and devices.
+
+`Adapter.plan` is the way of every call: prepare the arguments, describe them, choose a backend.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple
+
+from limelight.biases import Bias
+from limelight.call import Call, Gradients
+from limelight.devices import Device
+from limelight.dispatch import KNOWN, Choice, allowed, choose, note
+from limelight.errors import invalid_type
+from limelight.masks import Mask
+from limelight.problem import Layout, Problem
+from limelight.terms import Term
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """What the caller gave to `attention`, before anything is looked at."""
+
+    query: Any
+    key: Any
+    value: Any
+    mask: Any = None
+    bias: Any = None
+    query_start: Any = None
+    scale: float | None = None
+    softcap: float | None = None
+    sinks: Any = None
+    dropout_p: float = 0.0
+    seed: Any = None
+    return_lse: bool = False
+    deterministic: bool | None = None
+    gradients: tuple[str, ...] | None = None  # None: what the library's autograd will ask for
+
+
+class Plan(NamedTuple):
+    """A call that is ready to run, and the choice of what runs it."""
+
+    call: Call
+    choice: Choice
+
+    def forward(self) -> tuple[Any, Any]:
+        note(self.choice, "forward")
+        return KNOWN[self.choice.backend].forward(self.call)  # type: ignore[index]
+
+    def backward(self, out: Any, lse: Any, d_out: Any, d_lse: Any, wanted: Gradients) -> Gradients:
+        note(self.choice, "backward")
+        backend = KNOWN[self.choice.backend]  # type: ignore[index]
+        return backend.backward(self.call, out, lse, d_out, d_lse, wanted)
+
+
+class Adapter:
+    """One array library."""
+
+    library: ClassVar[str]
+    array_type: ClassVar[str]  # what error messages call its arrays
+
+    def attention(self, arguments: Arguments) -> Any:
+        """out, or (out, lse) where the arguments ask for it; differentiable where the library is."""
+        raise NotImplementedError
+
+    def is_array(self, value: Any) -> bool:
+        raise NotImplementedError
+
+    def asarray(self, value: Any, like: Any) -> Any:
+        """A list or foreign array as an array on the device of `like`; own arrays as they are."""
+        raise NotImplementedError
+
+    def layout(self, array: Any) -> Layout:
+        raise NotImplementedError
+
+    def device(self, array: Any) -> Device:
+        raise NotImplementedError
+
+    def version(self) -> str:
+        raise NotImplementedError
+
+    def gradients(self, arguments: Arguments) -> tuple[str, ...]:
+        """The names of what a gradient will be wanted for: see `Problem`."""
+        return ()
+
+    def deterministic(self) -> bool:
+        """What the library's own switch says."""
+        return False
+
+    def contiguous(self, array: Any) -> Any:
+        raise NotImplementedError
+
+    def clamp(self, array: Any, low: int, high: int) -> Any:
+        raise NotImplementedError
+
+    def draw_seed(self, like: Any) -> Any:
+        """A seed from the library's own generator, on the device of `like`."""
+        raise NotImplementedError
+
+    def broadcast(self, array: Any, shape: tuple[int, ...]) -> Any:
+        """The array expanded to a shape, without a copy."""
+        raise NotImplementedError
+
+    # The steps of a call.
+
+    def prepared(self, a: Arguments) -> Arguments:
+        """The same arguments with every array an array of this library, on one device."""
+        for name in ("key", "value"):
+            found = getattr(a, name)
+            if not self.is_array(found):
+                raise invalid_type(
+                    name, found=type(found).__name__, needed=f"{self.array_type}, as query is"
+                )
+
+        def convert(value: Any) -> Any:
+            return self.asarray(value, a.query)
+
+        changes: dict[str, Any] = {}
+        if isinstance(a.mask, Mask) and a.mask.tensors():
+            changes["mask"] = a.mask.map_tensors(convert)
+        if isinstance(a.bias, Bias) and a.bias.tensors():
+            changes["bias"] = a.bias.map_tensors(convert)
+        if a.sinks is not None:
+            changes["sinks"] = convert(a.sinks)
+        if isinstance(a.query_start, (list, tuple)) or hasattr(a.query_start, "shape"):
+            changes["query_start"] = convert(a.query_start)
+        return replace(a, **changes) if changes else a
+
+    def describe(self, a: Arguments) -> Problem:
+        """The problem that prepared arguments pose. Raises where they do not fit together."""
+
+        def described(term: Any) -> Any:
+            return term.map_tensors(self.layout) if isinstance(term, Term) else term
+
+        start = a.query_start
+        return Problem(
+            query=self.layout(a.query),
+            key=self.layout(a.key),
+            value=self.layout(a.value),
+            mask=described(a.mask),
+            bias=described(a.bias),
+            query_start=self.layout(start) if self.is_array(start) else start,
+            scale=a.scale,
+            softcap=a.softcap,
+            sinks=None if a.sinks is None else self.layout(a.sinks),
+            dropout_p=a.dropout_p,
+            gradients=self.gradients(a) if a.gradients is None else a.gradients,
+            return_lse=a.return_lse,
+            deterministic=self.deterministic() if a.deterministic is None else a.deterministic,
+            library=self.library,
+            library_version=self.version(),
+            device=self.device(a.query),
+        )
+
+    def choice(self, a: Arguments, restriction: tuple[str, ...] | None) -> Choice:
+        return choose(self.describe(a), restriction)
+
+    def plan(self, arguments: Arguments) -> Plan:
+        return self.planned(self.prepared(arguments), allowed())
+
+    def planned(self, a: Arguments, restriction: tuple[str, ...] | None) -> Plan:
+        """The plan for prepared arguments, with these backends allowed."""
+        choice = self.choice(a, restriction)
+        return Plan(self.call(a, choice.problem), choice)
+
+    def call(self, a: Arguments, problem: Problem) -> Call:
+        """The call that a backend receives: nothing left to look up or to fill in."""
+        fixed = {name: self.contiguous(getattr(a, name)) for name in problem.copies}
+        a = replace(a, **fixed) if fixed else a
+        bias = a.bias
+        if bias is not None:
+            bias = bias.resolved(problem.size, lambda values: self.asarray(list(values), a.query))
+        seed = None
+        if a.dropout_p > 0:
+            seed = self.draw_seed(a.query) if a.seed is None else a.seed
+        assert problem.scale is not None  # Problem fills it in
+        return Call(
+            query=a.query,
+            key=a.key,
+            value=a.value,
+            mask=a.mask,
+            bias=bias,
+            sinks=a.sinks,
+            query_start=self._start(a, problem),
+            scale=float(problem.scale),
+            softcap=a.softcap,
+            dropout_p=float(a.dropout_p),
+            seed=seed,
+        )
+
+    def _start(self, a: Arguments, problem: Problem) -> Any:
+        """The position of the first query: a number, or an array with one per batch element."""
+        if problem.start is not None:
+            return problem.start
+        if self.is_array(a.query_start):
+            return a.query_start
+        # "end" with a length for each batch element.
+        return self.clamp(a.mask.key_lengths(), 0, problem.kv_len) - problem.q_len

@@ -1,0 +1,56 @@
+"""NumPy arrays."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from limelight.adapters.base import Adapter, Arguments
+from limelight.devices import CPU, Device
+from limelight.problem import Layout
+
+
+class NumPyAdapter(Adapter):
+    library = "numpy"
+    array_type = "a NumPy array"
+
+    def attention(self, arguments: Arguments) -> Any:
+        out, lse = self.plan(arguments).forward()
+        return (out, lse) if arguments.return_lse else out
+
+    def is_array(self, value: Any) -> bool:
+        return isinstance(value, np.ndarray)
+
+    def asarray(self, value: Any, like: Any) -> Any:
+        array = np.asarray(value)
+        if array.dtype == np.float64 and not isinstance(value, np.ndarray):
+            array = array.astype(np.float32)
+        return array
+
+    def layout(self, array: Any) -> Layout:
+        strides = tuple(stride // array.itemsize for stride in array.strides)
+        alignment = math.gcd(16, array.ctypes.data, *array.strides[:-1])
+        return Layout(array.shape, strides, array.dtype.name, alignment)
+
+    def device(self, array: Any) -> Device:
+        return CPU
+
+    def version(self) -> str:
+        return np.__version__
+
+    def contiguous(self, array: Any) -> Any:
+        return np.ascontiguousarray(array)
+
+    def clamp(self, array: Any, low: int, high: int) -> Any:
+        return np.clip(array, low, high)
+
+    def draw_seed(self, like: Any) -> Any:
+        return int(np.random.randint(0, 2**63 - 1, dtype=np.int64))
+
+    def broadcast(self, array: Any, shape: tuple[int, ...]) -> Any:
+        return np.broadcast_to(array, shape)
+
+
+ADAPTER = NumPyAdapter()

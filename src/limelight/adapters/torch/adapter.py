@@ -1,0 +1,190 @@
+"""PyTorch tensors: eager calls through autograd.Function, compiled graphs through an operator."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from limelight.adapters.base import Adapter, Arguments
+from limelight.adapters.torch import eager, operator
+from limelight.devices import CPU, Device
+from limelight.dispatch import Choice
+from limelight.errors import invalid, invalid_type
+from limelight.problem import Layout
+
+_PLANS = 4096  # choices kept by what was seen of the tensors, before a Problem is even made
+
+
+class TorchAdapter(Adapter):
+    library = "torch"
+    array_type = "a torch tensor"
+
+    def __init__(self) -> None:
+        self._choices: dict[tuple[Any, ...], Choice] = {}
+
+    # What the rest of limelight may ask about a tensor.
+
+    def is_array(self, value: Any) -> bool:
+        return isinstance(value, Tensor)
+
+    def asarray(self, value: Any, like: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return torch.as_tensor(value, device=like.device)
+        if value.device != like.device:
+            raise invalid(
+                "mask, bias, sinks or query_start",
+                found=f"a tensor on {value.device}",
+                needed=f"one on {like.device}, as query is",
+            )
+        return value
+
+    def layout(self, array: Any) -> Layout:
+        strides = array.stride()
+        shape = tuple(array.shape)
+        rows = [s for s, size in zip(strides[:-1], shape[:-1], strict=True) if size > 1]
+        item = array.element_size()
+        alignment = math.gcd(16, array.data_ptr(), *(item * stride for stride in rows))
+        return Layout(shape, strides, _dtype_name(array.dtype), alignment)
+
+    def device(self, array: Any) -> Device:
+        if array.device.type != "cuda":
+            return CPU if array.device.type == "cpu" else Device(str(array.device), "other")
+        return _cuda_device(array.device.index)
+
+    def version(self) -> str:
+        return torch.__version__
+
+    def gradients(self, arguments: Arguments) -> tuple[str, ...]:
+        if not torch.is_grad_enabled():
+            return ()
+        a = arguments
+        named = [("query", a.query), ("key", a.key), ("value", a.value), ("sinks", a.sinks)]
+        if a.bias is not None:
+            named += [(f"bias.{n}", tensor) for n, tensor in enumerate(a.bias.tensors())]
+        return tuple([name for name, tensor in named if tensor is not None and tensor.requires_grad])
+
+    def deterministic(self) -> bool:
+        return torch.are_deterministic_algorithms_enabled()
+
+    def contiguous(self, array: Any) -> Any:
+        return array.contiguous()
+
+    def clamp(self, array: Any, low: int, high: int) -> Any:
+        return array.clamp(low, high)
+
+    def draw_seed(self, like: Any) -> Any:
+        return torch.randint(2**62, (1,), device=like.device)
+
+    def broadcast(self, array: Any, shape: tuple[int, ...]) -> Any:
+        return array.expand(shape)
+
+    # The way of a call.
+
+    def prepared(self, a: Arguments) -> Arguments:
+        query = a.query
+        for name in ("query", "key", "value"):
+            tensor = getattr(a, name)
+            if not isinstance(tensor, Tensor):
+                raise invalid_type(
+                    name, found=type(tensor).__name__, needed="a torch tensor, as query is"
+                )
+            if tensor.layout != torch.strided or tensor.is_nested:
+                raise invalid_type(
+                    name, found=f"a tensor of layout {tensor.layout}", needed="a strided tensor"
+                )
+            if tensor.device != query.device:
+                raise invalid(
+                    name,
+                    found=f"a tensor on {tensor.device}",
+                    needed=f"one on {query.device}, as query is",
+                )
+        kind = query.device.type
+        if torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+            cast = {
+                name: getattr(a, name).to(dtype)
+                for name in ("query", "key", "value")
+                if getattr(a, name).dtype in (torch.float32, torch.float16, torch.bfloat16)
+            }
+            a = replace(a, **cast)
+        return super().prepared(a)
+
+    def choice(self, a: Arguments, restriction: tuple[str, ...] | None) -> Choice:
+        key = (restriction, *self._key(a))
+        choice = self._choices.get(key)
+        if choice is None:
+            choice = super().choice(a, restriction)
+            if len(self._choices) >= _PLANS:
+                self._choices.clear()
+            self._choices[key] = choice
+        return choice
+
+    def _key(self, a: Arguments) -> tuple[Any, ...]:
+        """All that `describe` looks at. Making a Problem anew at each call would cost 50 us."""
+        tensors = [a.query, a.key, a.value]
+        rest: list[Any] = []
+        for term in (a.mask, a.bias):
+            if term is None:
+                continue
+            rest.append(term.spec() if hasattr(term, "spec") else object())
+            tensors += term.tensors()
+        start = a.query_start
+        for extra in (a.sinks, start if isinstance(start, Tensor) else None):
+            if extra is not None:
+                tensors.append(extra)
+        grad = torch.is_grad_enabled()
+        for t in tensors:
+            rest += (t.shape, t.stride(), t.dtype, t.data_ptr() & 15, grad and t.requires_grad)
+        start = "tensor" if isinstance(start, Tensor) else start
+        return (
+            a.query.device,
+            start,
+            type(start),
+            a.scale,
+            a.softcap,
+            a.sinks is None,
+            a.dropout_p,
+            a.return_lse,
+            a.deterministic,
+            torch.are_deterministic_algorithms_enabled(),
+            a.gradients,
+            *rest,
+        )
+
+    def attention(self, arguments: Arguments) -> Any:
+        if _is_traced(arguments.query):
+            out, lse = operator.attention(self, self.prepared(arguments))
+        else:
+            plan = self.plan(arguments)
+            with_gradients = plan.choice.problem.gradients
+            out, lse = eager.attention(plan) if with_gradients else plan.forward()
+        return (out, lse) if arguments.return_lse else out
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+_CUDA_DEVICES: dict[int, Device] = {}
+
+
+def _cuda_device(index: int) -> Device:
+    device = _CUDA_DEVICES.get(index)
+    if device is None:
+        found = torch.cuda.get_device_properties(index)
+        device = Device.cuda(found.name, (found.major, found.minor), found.multi_processor_count)
+        _CUDA_DEVICES[index] = device
+    return device
+
+
+def _is_traced(query: Tensor) -> bool:
+    """Whether the call is being recorded (compiled, exported, faked) rather than run."""
+    return torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None
+
+
+ADAPTER = TorchAdapter()

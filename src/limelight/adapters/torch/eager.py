@@ -1,0 +1,74 @@
+"""Eager calls: autograd.Function, twice, so that the backward has a derivative too.
+
+A call travels as a shell, with `...` where its tensors were, so that autograd alone holds them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from limelight.adapters.base import Plan
+from limelight.adapters.torch.gradients import double_backward, present, spread
+from limelight.call import Call, Gradients
+from limelight.dispatch import Choice, note
+
+
+def attention(plan: Plan) -> tuple[Tensor, Tensor]:
+    """out and LSE, connected to autograd."""
+    tensors = plan.call.tensors()
+    shell = plan.call.with_tensors([None if tensor is None else ... for tensor in tensors])
+    return _Attention.apply(shell, plan.choice, *tensors)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, shell: Call, choice: Choice, *tensors: Any) -> tuple[Tensor, Tensor]:
+        out, lse = Plan(shell.with_tensors(list(tensors)), choice).forward()
+        ctx.save_for_backward(out, lse, *tensors)
+        ctx.shell, ctx.choice = shell, choice
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> Any:  # type: ignore[override]
+        out, lse, *tensors = ctx.saved_tensors
+        needs = ctx.needs_input_grad[2:]
+        gradients = _AttentionBackward.apply(
+            ctx.shell, ctx.choice, needs, d_out, d_lse, out, lse, *tensors
+        )
+        return None, None, *spread(gradients, needs)
+
+
+class _AttentionBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        shell: Call,
+        choice: Choice,
+        needs: tuple[bool, ...],
+        d_out: Tensor | None,
+        d_lse: Tensor | None,
+        out: Tensor,
+        lse: Tensor,
+        *tensors: Any,
+    ) -> tuple[Tensor, ...]:
+        call = shell.with_tensors(list(tensors))
+        parameters = len(call.bias.tensors()) if call.bias is not None else 0
+        wanted = Gradients(*needs[:4], needs[4 : 4 + parameters])
+        gradients = Plan(call, choice).backward(out, lse, d_out, d_lse, wanted)
+        ctx.save_for_backward(d_out, d_lse, *tensors)
+        ctx.shell, ctx.choice, ctx.needs = shell, choice, needs
+        ctx.set_materialize_grads(False)
+        return present(gradients)
+
+    @staticmethod
+    def backward(ctx: Any, *d_gradients: Tensor | None) -> Any:
+        d_out, d_lse, *tensors = ctx.saved_tensors
+        note(ctx.choice, "double backward")
+        d_d_out, d_d_lse, second = double_backward(
+            ctx.shell.with_tensors, tensors, ctx.needs, d_out, d_lse, d_gradients
+        )
+        return None, None, None, d_d_out, d_d_lse, None, None, *second

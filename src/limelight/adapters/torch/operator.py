@@ -1,0 +1,219 @@
+"""Compiled and exported calls: the operator `limelight::attention` and its backward.
+
+A graph can hold tensors, numbers and text, so that is what the operators take: the tensors of the
+call; `spec`, everything else as canonical JSON, the tensors' names among it; and `start`, the
+position of the first query, a number that may be symbolic. Dispatch happens inside, when the graph
+runs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from limelight.adapters.base import Arguments, Plan
+from limelight.adapters.torch.gradients import double_backward, present, spread
+from limelight.call import Call, Gradients
+from limelight.dispatch import allowed, note
+from limelight.terms import Term, from_spec
+
+if TYPE_CHECKING:
+    from limelight.adapters.torch.adapter import TorchAdapter
+
+
+def attention(adapter: TorchAdapter, a: Arguments) -> tuple[Tensor, Tensor]:
+    """Records a prepared call in the graph that is being traced."""
+    named = {"query": a.query, "key": a.key, "value": a.value}
+    if a.sinks is not None:
+        named["sinks"] = a.sinks
+    for kind, term in (("bias", a.bias), ("mask", a.mask)):
+        for n, tensor in enumerate(term.tensors() if isinstance(term, Term) else ()):
+            named[f"{kind}.{n}"] = tensor
+    start = a.query_start
+    if isinstance(start, Tensor):
+        named["query_start"] = start
+    if a.dropout_p > 0:
+        seed = adapter.draw_seed(a.query) if a.seed is None else a.seed
+        if not isinstance(seed, Tensor):
+            seed = torch.full((1,), seed, dtype=torch.int64, device=a.query.device)
+        named["seed"] = seed
+    restriction = allowed()
+    # Formatted by hand: torch.compile traces this, and cannot trace the json module.
+    fields = {
+        "tensors": _names(list(named)),
+        "bias": "null" if a.bias is None else a.bias.spec(),
+        "mask": "null" if a.mask is None else a.mask.spec(),
+        "from_end": _truth(isinstance(start, str)),
+        "scale": _number(a.scale),
+        "softcap": _number(a.softcap),
+        "dropout_p": _number(a.dropout_p),
+        "return_lse": _truth(a.return_lse),
+        "deterministic": _truth(a.deterministic),
+        "gradients": _names(adapter.gradients(a)),
+        "allowed": "null" if restriction is None else _names(restriction),
+    }
+    spec = "{" + ",".join([f'"{name}":{text}' for name, text in fields.items()]) + "}"
+    number = None if isinstance(start, (Tensor, str)) else start
+    return torch.ops.limelight.attention(list(named.values()), spec, number)
+
+
+def _names(names: Sequence[str]) -> str:
+    return "[" + ",".join([f'"{name}"' for name in names]) + "]"
+
+
+def _truth(value: bool | None) -> str:
+    return "null" if value is None else "true" if value else "false"
+
+
+def _number(value: float | None) -> str:
+    return "null" if value is None else str(value)
+
+
+@lru_cache(maxsize=4096)
+def _parsed(spec: str) -> dict[str, Any]:
+    fields = json.loads(spec)
+    for name in ("bias", "mask"):
+        fields[name] = None if fields[name] is None else json.dumps(fields[name])
+    for name in ("gradients", "allowed"):
+        fields[name] = None if fields[name] is None else tuple(fields[name])
+    return fields
+
+
+def _arguments(tensors: Sequence[Tensor | None], spec: str, start: int | None) -> Arguments:
+    fields = _parsed(spec)
+    named = dict(zip(fields["tensors"], tensors, strict=True))
+
+    def term(kind: str) -> Any:
+        if fields[kind] is None:
+            return None
+        own = [tensor for name, tensor in named.items() if name.startswith(f"{kind}.")]
+        return from_spec(fields[kind], iter(own))
+
+    return Arguments(
+        named["query"],
+        named["key"],
+        named["value"],
+        mask=term("mask"),
+        bias=term("bias"),
+        query_start="end" if fields["from_end"] else named.get("query_start", start),
+        scale=fields["scale"],
+        softcap=fields["softcap"],
+        sinks=named.get("sinks"),
+        dropout_p=fields["dropout_p"],
+        seed=named.get("seed"),
+        return_lse=fields["return_lse"],
+        deterministic=fields["deterministic"],
+        gradients=fields["gradients"],
+    )
+
+
+def _plan(tensors: Sequence[Tensor | None], spec: str, start: int | None) -> Plan:
+    from limelight.adapters.torch.adapter import ADAPTER
+
+    return ADAPTER.planned(_arguments(tensors, spec, start), _parsed(spec)["allowed"])
+
+
+def _empty_out(query: Tensor, value: Tensor) -> Tensor:
+    """Laid out as (batch, length, heads, dim), so that joining the heads again needs no copy."""
+    batch, heads, q_len, _ = query.shape
+    return query.new_empty((batch, q_len, heads, value.shape[3])).transpose(1, 2)
+
+
+def _as_promised(value: Tensor, promise: Tensor) -> Tensor:
+    """The value with the strides that the operator's fake promised: a compiled graph relies on them."""
+    return value if value.stride() == promise.stride() else promise.copy_(value)
+
+
+@torch.library.custom_op("limelight::attention", mutates_args=())
+def _attention(tensors: Sequence[Tensor], spec: str, start: int | None) -> tuple[Tensor, Tensor]:
+    out, lse = _plan(tensors, spec, start).forward()
+    return _as_promised(out, _empty_out(tensors[0], tensors[2])), lse.contiguous()
+
+
+@_attention.register_fake
+def _(tensors: Sequence[Tensor], spec: str, start: int | None) -> tuple[Tensor, Tensor]:
+    from limelight.adapters.torch.adapter import ADAPTER
+
+    ADAPTER.describe(_arguments(tensors, spec, start))  # raises what an eager call would
+    query, value = tensors[0], tensors[2]
+    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    return _empty_out(query, value), query.new_empty(query.shape[:3], dtype=wide)
+
+
+@torch.library.custom_op("limelight::attention_backward", mutates_args=())
+def _attention_backward(
+    tensors: Sequence[Tensor],
+    out: Tensor,
+    lse: Tensor,
+    d_out: Tensor | None,
+    d_lse: Tensor | None,
+    spec: str,
+    start: int | None,
+    needs: Sequence[bool],
+) -> list[Tensor]:
+    plan = _plan(tensors, spec, start)
+    names = {name for name, need in zip(_parsed(spec)["tensors"], needs, strict=True) if need}
+    parameters = plan.call.bias.tensors() if plan.call.bias is not None else ()
+    wanted = Gradients(
+        *(name in names for name in ("query", "key", "value", "sinks")),
+        bias=tuple(f"bias.{n}" in names for n in range(len(parameters))),
+    )
+    gradients = plan.backward(out, lse, d_out, d_lse, wanted)
+    promises = [torch.empty_like(t) for t, need in zip(tensors, needs, strict=True) if need]
+    return [_as_promised(g, promise) for g, promise in zip(present(gradients), promises, strict=True)]
+
+
+@_attention_backward.register_fake
+def _(
+    tensors: Sequence[Tensor],
+    out: Tensor,
+    lse: Tensor,
+    d_out: Tensor | None,
+    d_lse: Tensor | None,
+    spec: str,
+    start: int | None,
+    needs: Sequence[bool],
+) -> list[Tensor]:
+    return [torch.empty_like(t) for t, need in zip(tensors, needs, strict=True) if need]
+
+
+def _keep_forward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    tensors, ctx.spec, ctx.start = inputs
+    ctx.save_for_backward(*tensors, *output)
+    ctx.needs = [tensor.requires_grad for tensor in tensors]
+
+
+def _backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> Any:
+    *tensors, out, lse = ctx.saved_tensors
+    gradients = torch.ops.limelight.attention_backward(
+        tensors, out, lse, d_out, d_lse, ctx.spec, ctx.start, ctx.needs
+    )
+    return spread(gradients, ctx.needs), None, None
+
+
+def _keep_backward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    tensors, _, _, d_out, d_lse, ctx.spec, ctx.start, ctx.needs = inputs
+    ctx.save_for_backward(d_out, d_lse, *tensors)
+
+
+def _double_backward(ctx: Any, d_gradients: Sequence[Tensor | None]) -> Any:
+    d_out, d_lse, *tensors = ctx.saved_tensors
+
+    def call_of(tensors: list[Tensor | None]) -> Call:
+        plan = _plan(tensors, ctx.spec, ctx.start)
+        note(plan.choice, "double backward")
+        return plan.call
+
+    d_d_out, d_d_lse, second = double_backward(
+        call_of, tensors, ctx.needs, d_out, d_lse, d_gradients
+    )
+    return second, None, None, d_d_out, d_d_lse, None, None, None
+
+
+_attention.register_autograd(_backward, setup_context=_keep_forward)
+_attention_backward.register_autograd(_double_backward, setup_context=_keep_backward)

@@ -1,0 +1,277 @@
+"""The public functions: the only door to the adapters, to dispatch and so to the backends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from limelight.adapters import adapter_of
+from limelight.adapters.base import Adapter, Arguments
+from limelight.biases import Bias, DenseBias
+from limelight.call import Gradients
+from limelight.devices import Device
+from limelight.dispatch import Choice, allowed, decide
+from limelight.errors import invalid, invalid_type
+from limelight.masks import Causal, DenseMask, Mask
+from limelight.problem import Problem
+
+
+def attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    *,
+    mask: Mask | None = None,
+    bias: Bias | None = None,
+    query_start: Any = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Any = None,
+    dropout_p: float = 0.0,
+    seed: Any = None,
+    return_lse: bool = False,
+    deterministic: bool | None = None,
+) -> Any:
+    """Scaled dot-product attention (Vaswani et al., arXiv:1706.03762, equation 1), fused.
+
+    Each score is `softcap(scale * q.k) + bias`, then the mask; the softmax runs over a query's
+    visible keys, then dropout, then the weighted sum of values. A query that sees no key gives 0,
+    an LSE of -inf (of its sink, with sinks) and zero gradients.
+
+    Arguments:
+        query: (batch, q_heads, q_len, head_dim), float16, bfloat16, float32 or float64; any
+            strides. A torch tensor or a NumPy array; all other arrays of the same library.
+        key: (batch, kv_heads, kv_len, head_dim); q_heads is a multiple of kv_heads, and
+            consecutive query heads share a head of keys and values.
+        value: (batch, kv_heads, kv_len, value_dim).
+        mask: which keys a query may see: `Causal()`, `KeyLengths(lengths)`, ..., joined by & and |.
+        bias: what is added to the scaled scores: `ALiBi(slopes)`, ..., joined by +. Its tensors
+            get gradients.
+        query_start: the position of the first query among the keys: a number, "end" (the last
+            query stands at the last key, of each batch element's own where `KeyLengths` is given)
+            or one number per batch element. None is 0, for equal lengths or masks without order.
+        scale: 1 / sqrt(head_dim) by default; zero and negative scales work.
+        softcap: c in c * tanh(score / c), applied before bias and mask (Gemma 2).
+        sinks: (q_heads,) logits that join each softmax's denominator (GPT-OSS); differentiable.
+        dropout_p: the probability with which a weight is dropped, from 0 to 1.
+        seed: an integer (or, under torch, an int64 tensor of one element) that fixes what dropout
+            drops; drawn from the library's generator by default.
+        return_lse: also return the natural log of each softmax's denominator, sinks included.
+        deterministic: bitwise repeatable gradients; None follows the library's own switch.
+
+    Returns:
+        out (batch, q_heads, q_len, value_dim) in the query's dtype, and with `return_lse` the LSE
+        (batch, q_heads, q_len), float32 (float64 for float64). Both are differentiable.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong; the message names it, what was found and what
+            is needed.
+        NoBackendError: `limelight.backends` allows no backend that can run this.
+
+    >>> import numpy as np
+    >>> x = np.ones((1, 2, 3, 4), np.float32)
+    >>> attention(x, x, x, mask=Causal()).shape
+    (1, 2, 3, 4)
+    """
+    return adapter_of(query).attention(
+        Arguments(
+            query,
+            key,
+            value,
+            mask,
+            bias,
+            query_start,
+            scale,
+            softcap,
+            sinks,
+            dropout_p,
+            seed,
+            return_lse,
+            deterministic,
+        )
+    )
+
+
+def attention_vjp(
+    query: Any, key: Any, value: Any, **options: Any
+) -> tuple[Any, Callable[..., Gradients]]:
+    """Attention and, without an autograd, its gradients: the vector-Jacobian product.
+
+    Arguments are those of `attention`. Returns what `attention` returns and a function
+    `pullback(d_out, d_lse=None)`, whose result has `query`, `key`, `value`, `sinks` (None without
+    sinks) and `bias` (a tuple, one gradient per tensor of the bias).
+
+    >>> import numpy as np
+    >>> x = np.ones((1, 2, 3, 4), np.float32)
+    >>> out, pullback = attention_vjp(x, x, x, mask=Causal())
+    >>> pullback(np.ones_like(out)).value[0, 0, :, 0].round(2).tolist()
+    [1.83, 0.83, 0.33]
+    """
+    arguments = Arguments(query, key, value, **options)
+    plan = adapter_of(query).plan(arguments)
+    out, lse = plan.forward()
+    call = plan.call
+    parameters = call.bias.tensors() if call.bias is not None else ()
+    wanted = Gradients(True, True, True, call.sinks is not None, (True,) * len(parameters))
+
+    def pullback(d_out: Any, d_lse: Any = None) -> Gradients:
+        return plan.backward(out, lse, d_out, d_lse, wanted)
+
+    return ((out, lse) if arguments.return_lse else out), pullback
+
+
+def explain(
+    query: Any,
+    key: Any = None,
+    value: Any = None,
+    *,
+    device: str | Device | None = None,
+    **options: Any,
+) -> Choice:
+    """Which backend would run a call, and every reason against each other one. Runs nothing.
+
+    Arguments:
+        query, key, value, options: those of `attention`; or one `Problem`, alone.
+        device: a GPU to ask about ("RTX 2080"; see `limelight.devices.NAMED`), or a `Device`; by
+            default that of the arrays or of the problem.
+
+    Returns:
+        A `Choice`: print it, or read `.backend`, `.reasons`, `.to_dict()`. Its backend is None
+        where nothing can run the call.
+
+    >>> print(explain(Problem.of(q_len=128, dtype="float64"), device="RTX 2080").backend)
+    tiled
+    """
+    if isinstance(query, Problem):
+        if key is not None or value is not None or options:
+            raise invalid_type(
+                "query", found="a Problem with further arguments", needed="the Problem alone"
+            )
+        problem = query
+    else:
+        adapter = adapter_of(query)
+        problem = adapter.describe(adapter.prepared(Arguments(query, key, value, **options)))
+    if device is not None:
+        device = device if isinstance(device, Device) else Device.named(device)
+        problem = replace(problem, device=device)
+    return decide(problem, allowed())
+
+
+def scaled_dot_product_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """`torch.nn.functional.scaled_dot_product_attention`, with its signature and meaning.
+
+    Arguments:
+        query: (..., q_heads, q_len, head_dim); key, value: (..., heads, kv_len, dim). Two or more
+            dimensions; leading ones broadcast.
+        attn_mask: broadcastable to (..., q_len, kv_len); bool, where True may attend, or floating
+            point, which is added to the scaled scores and gets its gradient.
+        dropout_p: always applied, as PyTorch does.
+        is_causal: key j is visible to query i where j <= i (top-left, also for unequal lengths).
+        scale: 1 / sqrt(head_dim) by default.
+        enable_gqa: q_heads may be a multiple of the heads of key and value.
+
+    Raises ValueError for `attn_mask` together with `is_causal`, and otherwise as `attention`.
+    """
+    adapter = adapter_of(query)
+    mask: Mask | None = None
+    bias: Bias | None = None
+    if is_causal:
+        if attn_mask is not None:
+            raise invalid("is_causal", found="True with an attn_mask", needed="one of the two")
+        mask = Causal()
+    query, key, value, attn_mask, leading = _four_dimensions(
+        adapter, query, key, value, attn_mask, enable_gqa
+    )
+    if attn_mask is not None:
+        if adapter.layout(attn_mask).dtype == "bool":
+            mask = DenseMask(attn_mask)
+        else:
+            bias = DenseBias(attn_mask)
+    out = adapter.attention(
+        Arguments(
+            query, key, value, mask, bias, query_start=0, scale=scale, dropout_p=dropout_p
+        )
+    )
+    return out if leading is None else out.reshape(*leading, *out.shape[-2:])
+
+
+def _four_dimensions(
+    adapter: Adapter, query: Any, key: Any, value: Any, attn_mask: Any, enable_gqa: bool
+) -> tuple[Any, Any, Any, Any, tuple[int, ...] | None]:
+    """The arrays as (batch, heads, length, dim), and the caller's leading shape if it differs."""
+    arrays = (("query", query), ("key", key), ("value", value))
+    for name, array in arrays:
+        if not adapter.is_array(array):
+            raise invalid_type(name, found=type(array).__name__, needed=adapter.array_type)
+        if len(array.shape) < 2:
+            raise invalid(
+                name, found=f"shape {tuple(array.shape)}", needed="at least two dimensions"
+            )
+    if attn_mask is not None:
+        if not adapter.is_array(attn_mask):
+            raise invalid_type("attn_mask", found=type(attn_mask).__name__, needed=adapter.array_type)
+        if len(attn_mask.shape) < 2:
+            raise invalid(
+                "attn_mask", found=f"shape {tuple(attn_mask.shape)}", needed="at least two dimensions"
+            )
+    heads_apart = 3 if enable_gqa else 2  # with grouped heads, only what lies before broadcasts
+    same = len(query.shape) == len(key.shape) == len(value.shape) == 4
+    if same and query.shape[:2] == key.shape[:2] == value.shape[:2]:
+        return query, key, value, attn_mask, None
+    if same and enable_gqa and query.shape[0] == key.shape[0] == value.shape[0]:
+        return query, key, value, attn_mask, None
+
+    if enable_gqa and min(len(array.shape) for _, array in arrays) < 3:
+        raise invalid("enable_gqa", found="arrays without heads", needed="three dimensions or more")
+    leading = _broadcast_shape([array.shape[:-heads_apart] for _, array in arrays])
+    wide = tuple(
+        adapter.broadcast(array, (*leading, *array.shape[-heads_apart:])) for _, array in arrays
+    )
+    shape = tuple(wide[0].shape[:-2])
+    if attn_mask is not None and len(shape) > 2:
+        if _count(attn_mask.shape[:-2]) == 1:
+            attn_mask = attn_mask.reshape(attn_mask.shape[-2:])
+        else:
+            attn_mask = adapter.broadcast(attn_mask, (*shape, *attn_mask.shape[-2:]))
+            attn_mask = attn_mask.reshape(_count(shape[:-1]), shape[-1], *attn_mask.shape[-2:])
+    flat = tuple(
+        array.reshape(_count(array.shape[:-3]), *array.shape[-3:])
+        if len(array.shape) > 2
+        else array[None, None]
+        for array in wide
+    )
+    return (*flat, attn_mask, shape)
+
+
+def _broadcast_shape(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
+    length = max(len(shape) for shape in shapes)
+    padded = [(1,) * (length - len(shape)) + tuple(shape) for shape in shapes]
+    result = []
+    for sizes in zip(*padded, strict=True):
+        wide = {size for size in sizes if size != 1}
+        if len(wide) > 1:
+            raise invalid(
+                "key and value",
+                found=f"leading dimensions {[tuple(shape) for shape in shapes]}",
+                needed="leading dimensions that broadcast with those of query "
+                "(heads too, unless enable_gqa=True)",
+            )
+        result.append(wide.pop() if wide else 1)
+    return tuple(result)
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count

@@ -1,0 +1,184 @@
+"""The `math` backend: dense attention in plain array operations.
+
+It runs everything, on any array library, and every library can differentiate it again. Its price is
+memory: a few matrices of batch * q_heads * q_len * kv_len numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from array_api_compat import array_namespace
+
+from limelight import dropout
+from limelight.backends.base import Backend, Reason
+from limelight.call import Call, Gradients
+from limelight.problem import Problem
+from limelight.tile import Tile
+
+
+class _Dense(NamedTuple):
+    """What forward and backward share; every matrix is [B, H, M, N] in the compute dtype."""
+
+    query: Any
+    key: Any  # zero where no query sees it
+    value: Any
+    at: Tile
+    capped: Any  # scores before bias and mask
+    scores: Any  # -inf where hidden
+    kept: Any  # 0 or 1 / (1 - dropout_p), or None
+
+
+class Math(Backend):
+    name = "math"
+    summary = "dense array operations, O(L^2) memory, any library, any order of derivative"
+
+    def why_not(self, problem: Problem) -> list[Reason]:
+        return []
+
+    def forward(self, call: Call) -> tuple[Any, Any]:
+        xp = array_namespace(call.query)
+        dense = _dense(call, xp)
+        sinks = None if call.sinks is None else xp.astype(call.sinks, dense.at.dtype)
+        top = _row_max(dense.scores, sinks, xp)[..., None]
+        weights = xp.exp(dense.scores - top)
+        total = xp.sum(weights, axis=-1, keepdims=True)
+        if sinks is not None:
+            total = total + xp.exp(sinks[:, None, None] - top)
+        empty = total == 0
+        # Nothing divides by zero or takes its log, not even where the result is thrown away: the
+        # derivative of that would be NaN.
+        total = xp.where(empty, xp.ones_like(total), total)
+        probs = weights / total
+        lse = xp.where(empty, -xp.inf * xp.ones_like(total), xp.log(total) + top)[..., 0]
+        if dense.kept is not None:
+            probs = probs * dense.kept
+        out = _matmul(probs, dense.value, call.group, xp)
+        return xp.astype(out, call.query.dtype), lse
+
+    def backward(
+        self, call: Call, out: Any, lse: Any, d_out: Any, d_lse: Any, wanted: Gradients
+    ) -> Gradients:
+        xp = array_namespace(call.query)
+        dense = _dense(call, xp)
+        dtype = dense.at.dtype
+        alive = xp.where(lse == -xp.inf, xp.inf * xp.ones_like(lse), lse)
+        probs = xp.exp(dense.scores - alive[..., None])
+        delta = xp.zeros_like(lse) if d_lse is None else -xp.astype(d_lse, dtype)
+        d_value = None
+        d_probs = xp.zeros_like(probs)
+        if d_out is not None:
+            d_out = xp.astype(d_out, dtype)
+            delta = delta + xp.sum(d_out * xp.astype(out, dtype), axis=-1)
+            d_probs = _matmul(d_out, xp.matrix_transpose(dense.value), call.group, xp)
+            dropped = probs
+            if dense.kept is not None:
+                d_probs = d_probs * dense.kept
+                dropped = probs * dense.kept
+            if wanted.value:
+                d_value = _matmul_t(dropped, d_out, call.group, xp)
+        elif wanted.value:
+            d_value = xp.zeros_like(dense.value)
+        d_scores = probs * (d_probs - delta[..., None])
+
+        d_bias = [None] * len(wanted.bias)
+        if call.bias is not None and any(wanted.bias):
+            d_bias = [
+                xp.zeros_like(tensor, dtype=dtype) if want else None
+                for tensor, want in zip(call.bias.tensors(), wanted.bias, strict=True)
+            ]
+            call.bias.fold(d_scores, dense.at, xp, d_bias)
+        d_sinks = None
+        if wanted.sinks:
+            weight = xp.exp(xp.astype(call.sinks, dtype)[:, None] - alive)
+            d_sinks = -xp.sum(weight * delta, axis=(0, 2))
+
+        d_products = d_scores * call.scale
+        if call.softcap is not None:
+            d_products = d_products * (1 - (dense.capped / call.softcap) ** 2)
+        d_query = _matmul(d_products, dense.key, call.group, xp) if wanted.query else None
+        d_key = _matmul_t(d_products, dense.query, call.group, xp) if wanted.key else None
+
+        def cast(gradient: Any, like: Any) -> Any:
+            return None if gradient is None else xp.astype(gradient, like.dtype)
+
+        return Gradients(
+            cast(d_query, call.query),
+            cast(d_key, call.key),
+            cast(d_value, call.value),
+            cast(d_sinks, call.sinks),
+            tuple(
+                cast(gradient, tensor)
+                for gradient, tensor in zip(
+                    d_bias, call.bias.tensors() if call.bias is not None else (), strict=True
+                )
+            ),
+        )
+
+
+def _dense(call: Call, xp: Any) -> _Dense:
+    dtype = xp.float64 if call.query.dtype == xp.float64 else xp.float32
+    query, key, value = (xp.astype(t, dtype) for t in (call.query, call.key, call.value))
+    at = call.positions(xp, dtype).whole()
+    bias = None if call.bias is None else xp.astype(call.bias.values(at, xp), dtype)
+    visible = None if call.mask is None else call.mask.values(at, xp)
+    if call.bias is not None and call.bias.hides():
+        shown = bias != -xp.inf
+        visible = shown if visible is None else visible & shown
+    if visible is not None:
+        seen = _seen(visible, call, xp)
+        key = xp.where(seen, key, xp.zeros_like(key))
+        value = xp.where(seen, value, xp.zeros_like(value))
+    scores = _matmul(query, xp.matrix_transpose(key), call.group, xp) * call.scale
+    if call.softcap is not None:
+        scores = xp.tanh(scores / call.softcap) * call.softcap
+    capped = scores
+    if bias is not None:
+        scores = scores + bias
+    if visible is not None:
+        scores = xp.where(visible, scores, -xp.inf * xp.ones_like(scores))
+    kept = None
+    if call.dropout_p > 0:
+        factor = 0.0 if call.dropout_p == 1 else 1 / (1 - call.dropout_p)
+        kept = xp.astype(dropout.kept(at, call.seed, call.dropout_p, xp), dtype) * factor
+    return _Dense(query, key, value, at, capped, scores, kept)
+
+
+def _seen(visible: Any, call: Call, xp: Any) -> Any:
+    """[B or 1, G or 1, N, 1]: the keys that at least one query of the head's group sees."""
+    seen = xp.any(visible, axis=2)
+    if seen.shape[1] == call.query.shape[1]:
+        heads = seen.shape[1] // call.group
+        seen = xp.reshape(seen, (seen.shape[0], heads, call.group, seen.shape[2]))
+        seen = xp.any(seen, axis=2)
+    return seen[..., None]
+
+
+def _row_max(scores: Any, sinks: Any, xp: Any) -> Any:
+    """[B, H, M], finite also for rows that see nothing."""
+    if scores.shape[-1] == 0:
+        top = xp.sum(scores, axis=-1) - xp.inf
+    else:
+        top = xp.max(scores, axis=-1)
+    if sinks is not None:
+        top = xp.maximum(top, sinks[:, None])
+    return xp.where(top == -xp.inf, xp.zeros_like(top), top)
+
+
+def _matmul(rows: Any, shared: Any, group: int, xp: Any) -> Any:
+    """rows [B, H, M, X] @ shared [B, G, X, Y] -> [B, H, M, Y], a head of `shared` per group."""
+    if group == 1:
+        return xp.matmul(rows, shared)
+    batch, heads, length, _ = rows.shape
+    rows = xp.reshape(rows, (batch, heads // group, group * length, rows.shape[3]))
+    return xp.reshape(xp.matmul(rows, shared), (batch, heads, length, shared.shape[3]))
+
+
+def _matmul_t(left: Any, right: Any, group: int, xp: Any) -> Any:
+    """left [B, H, M, X]ᵀ @ right [B, H, M, Y] -> [B, G, X, Y], summed over the heads of a group."""
+    if group > 1:
+        batch, heads, length, _ = left.shape
+        stacked = (batch, heads // group, group * length)
+        left = xp.reshape(left, (*stacked, left.shape[3]))
+        right = xp.reshape(right, (*stacked, right.shape[3]))
+    return xp.matmul(xp.matrix_transpose(left), right)

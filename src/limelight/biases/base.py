@@ -1,0 +1,66 @@
+"""The contract of a bias: a number added to the scaled score.
+
+A bias is one file with one frozen dataclass: `values`, its meaning, written once for any array
+library; `fold`, which reduces the gradient of a tile of scores to the gradient of its parameters;
+`check` for its tensors. Biases compose with `+`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from limelight.errors import invalid_type
+from limelight.terms import Composite, Term
+from limelight.tile import Tile
+
+
+class Bias(Term):
+    """Base class of biases. `a + b` adds both. Every tensor field is a differentiable parameter."""
+
+    argument: ClassVar[str] = "bias"
+
+    # Whether values may be -inf, which hides a key as a mask does.
+    may_hide: ClassVar[bool] = False
+
+    def values(self, at: Tile, xp: Any) -> Any:
+        """Numbers that broadcast against the tile's scores (batch, heads, rows, keys)."""
+        raise NotImplementedError(f"{type(self).__name__} does not define values(at, xp)")
+
+    def hides(self) -> bool:
+        return any(type(part).may_hide for part in self.parts() if isinstance(part, Bias))
+
+    def fold(self, d_scores: Any, at: Tile, xp: Any, gradients: list[Any]) -> None:
+        """Adds this tile's part to the gradients of the tensors, in the order of `tensors()`.
+
+        d_scores: [batch, heads, rows, keys] of the tile, float32 or float64. gradients: one
+        accumulator per tensor, of its shape; None where no gradient is wanted. In place.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not define fold(...)")
+
+    def __add__(self, other: Bias) -> Bias:
+        if not isinstance(other, Bias):
+            raise invalid_type("bias", found=type(other).__name__, needed="another limelight bias")
+        return Sum.joined(self, other)
+
+
+@dataclass(frozen=True)
+class Sum(Composite, Bias):
+    """The sum of its children. Written `a + b`."""
+
+    children: tuple[Bias, ...]
+
+    def values(self, at: Tile, xp: Any) -> Any:
+        first, *others = (child.values(at, xp) for child in self.children)
+        return sum(others, start=first)
+
+    def fold(self, d_scores: Any, at: Tile, xp: Any, gradients: list[Any]) -> None:
+        start = 0
+        for child in self.children:
+            stop = start + len(child.tensors())
+            if any(gradient is not None for gradient in gradients[start:stop]):
+                child.fold(d_scores, at, xp, gradients[start:stop])
+            start = stop
+
+    def __repr__(self) -> str:
+        return " + ".join(repr(child) for child in self.children)

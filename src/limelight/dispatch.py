@@ -1,0 +1,226 @@
+"""Which backend runs a problem, and why no other: one code path for running and for explaining."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from limelight.backends import BACKENDS, Backend, Reason, TileConfig
+from limelight.errors import NoBackendError, invalid
+from limelight.problem import Problem
+
+KNOWN = {backend.name: backend for backend in BACKENDS}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What runs a problem, and every reason against the rest.
+
+    backend: the name of the chosen backend; None if none can run. reasons: for each backend, what
+    speaks against it: nothing for the chosen one. order: the backends as they are preferred.
+    config: how the chosen backend cuts the problem into tiles, where it does.
+    """
+
+    problem: Problem
+    backend: str | None
+    reasons: Mapping[str, tuple[Reason, ...]]
+    order: tuple[str, ...]
+    config: TileConfig | None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What else a user should know about how the problem runs."""
+        notes = []
+        if self.problem.copies:
+            names = " and ".join(self.problem.copies)
+            notes.append(f"{names}: last dimension is not contiguous, so a copy is made first")
+        if self.problem.gradients:
+            notes.append("a second derivative re-runs math, with O(L^2) memory")
+        return tuple(notes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The choice as plain data, ready for JSON."""
+        config = self.config
+        return {
+            "problem": describe(self.problem),
+            "device": str(self.problem.device),
+            "backend": self.backend,
+            "config": None if config is None else {"rows": config.rows, "keys": config.keys},
+            "config_source": None if config is None else config.source,
+            "order": list(self.order),
+            "reasons": {
+                name: [{"rule": r.rule, "found": r.found, "lift": r.lift} for r in reasons]
+                for name, reasons in self.reasons.items()
+            },
+            "notes": list(self.notes),
+        }
+
+    def __str__(self) -> str:
+        from limelight.report import choice_text
+
+        return choice_text(self)
+
+
+def describe(problem: Problem) -> dict[str, str]:
+    """A problem in words, for people and for JSON. Only what departs from the default is said."""
+    p = problem
+    words = {
+        "query": f"{p.dtype} {list(p.query.shape)}",
+        "key": f"{list(p.key.shape)}",
+        "value": f"{list(p.value.shape)}",
+    }
+    optional = {
+        "mask": p.mask,
+        "bias": p.bias,
+        "query_start": p.query_start,
+        "softcap": p.softcap,
+        "sinks": p.sinks,
+        "dropout_p": p.dropout_p or None,
+        "gradients": ", ".join(p.gradients) or None,
+        "deterministic": "yes" if p.deterministic else None,
+    }
+    words |= {name: str(value) for name, value in optional.items() if value is not None}
+    return words | {"library": f"{p.library} {p.library_version}".strip()}
+
+
+# Process-wide, as torch.nn.attention.sdpa_kernel is: autograd runs backwards in threads of its own,
+# which no thread-local or context variable reaches, and torch.compile guards on a plain global.
+_allowed: tuple[str, ...] | None = None
+_records: tuple[Record, ...] = ()
+
+
+def allowed() -> tuple[str, ...] | None:
+    """The backends that `limelight.backends` restricts to; None when it does not."""
+    return _allowed
+
+
+@contextlib.contextmanager
+def backends(*names: str) -> Iterator[None]:
+    """Allows only these backends inside the `with`, for the whole process.
+
+    A backward runs on the backend of its forward, wherever it is started. The innermost `with`
+    counts. Raises ValueError for an unknown name, and `NoBackendError`, at the call, where none
+    of the names can run it.
+    """
+    global _allowed
+    for name in names:
+        if name not in KNOWN:
+            raise invalid("backends", found=repr(name), needed=f"one of {', '.join(KNOWN)}")
+    if not names:
+        raise invalid("backends", found="no name", needed=f"one or more of {', '.join(KNOWN)}")
+    before, _allowed = _allowed, names
+    try:
+        yield
+    finally:
+        _allowed = before
+
+
+@lru_cache(maxsize=4096)
+def decide(problem: Problem, allowed: tuple[str, ...] | None) -> Choice:
+    """The choice for a problem; `Choice.backend` is None where nothing can run it."""
+    order = tuple(backend.name for backend in BACKENDS)
+    reasons: dict[str, tuple[Reason, ...]] = {}
+    chosen: Backend | None = None
+    for backend in BACKENDS:
+        against = backend.why_not(problem)
+        if allowed is not None and backend.name not in allowed:
+            names = ", ".join(allowed)
+            against.append(
+                Reason("not among the allowed backends", names, "allow it in limelight.backends")
+            )
+        if not against and chosen is not None:
+            against.append(
+                Reason(
+                    "can run it, and comes later in the order",
+                    f"{chosen.name} before {backend.name}",
+                    f'ask for it with limelight.backends("{backend.name}")',
+                )
+            )
+        elif not against:
+            chosen = backend
+        reasons[backend.name] = tuple(against)
+    return Choice(
+        problem=problem,
+        backend=None if chosen is None else chosen.name,
+        reasons=reasons,
+        order=order,
+        config=None if chosen is None else chosen.config(problem),
+    )
+
+
+def choose(problem: Problem, restriction: tuple[str, ...] | None) -> Choice:
+    """The choice for a problem that is about to run.
+
+    Raises NoBackendError, with every reason, where none of the allowed backends can run it.
+    """
+    choice = decide(problem, restriction)
+    if choice.backend is None:
+        raise NoBackendError(choice)
+    return choice
+
+
+@dataclass(frozen=True)
+class RecordedCall:
+    """One attention that ran. stage: "forward", "backward" or "double backward"."""
+
+    choice: Choice
+    stage: str
+
+    @property
+    def backend(self) -> str:
+        assert self.choice.backend is not None  # choose() raises otherwise
+        return self.choice.backend if self.stage != "double backward" else "math"
+
+
+@dataclass(eq=False)
+class Record:
+    """The calls that ran while it was open, in order. `print` shows them as a table."""
+
+    calls: list[RecordedCall] = field(default_factory=list)
+
+    @property
+    def backends(self) -> Counter[str]:
+        """How many calls each backend ran."""
+        return Counter(call.backend for call in self.calls)
+
+    def __len__(self) -> int:
+        return len(self.calls)
+
+    def __iter__(self) -> Iterator[RecordedCall]:
+        return iter(self.calls)
+
+    def __getitem__(self, index: int) -> RecordedCall:
+        return self.calls[index]
+
+    def __str__(self) -> str:
+        from limelight.report import record_text
+
+        return record_text(self)
+
+
+@contextlib.contextmanager
+def record() -> Iterator[Record]:
+    """Collects every attention that the process runs inside the `with`, backwards included.
+
+    >>> with record() as calls:
+    ...     pass
+    >>> len(calls)
+    0
+    """
+    global _records
+    opened = Record()
+    _records = (*_records, opened)
+    try:
+        yield opened
+    finally:
+        _records = tuple(each for each in _records if each is not opened)
+
+
+def note(choice: Choice, stage: str) -> None:
+    """Tells the open records that a call runs."""
+    for opened in _records:
+        opened.calls.append(RecordedCall(choice, stage))

@@ -1,0 +1,29 @@
+"""Errors that carry what went wrong as data, not only as text."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from limelight.dispatch import Choice
+
+
+class NoBackendError(RuntimeError):
+    """No allowed backend can run the problem. The message lists every reason of every backend.
+
+    `choice` holds the same as data: `choice.reasons` maps each backend's name to its reasons.
+    """
+
+    def __init__(self, choice: Choice) -> None:
+        self.choice = choice
+        super().__init__(f"no allowed backend can run this attention\n{choice}")
+
+
+def invalid(argument: str, *, found: object, needed: str) -> ValueError:
+    """The error for an argument of the right kind with a wrong value or shape."""
+    return ValueError(f"{argument}: found {found}, needed {needed}")
+
+
+def invalid_type(argument: str, *, found: object, needed: str) -> TypeError:
+    """The error for an argument of a wrong kind."""
+    return TypeError(f"{argument}: found {found}, needed {needed}")

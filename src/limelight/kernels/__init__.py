@@ -1,0 +1,1 @@
+"""What runs: device code and loops over tiles. A backend imports its kernels on first use."""

@@ -1,0 +1,102 @@
+"""Packed sequences: several documents in one row, each seeing only itself.
+
+>>> import numpy
+>>> from limelight.picture import matrix
+>>> print(matrix(Documents(numpy.array([0, 0, 1, -1])), 4, 4))
+1 1 0 0
+1 1 0 0
+0 0 1 0
+0 0 0 0
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from limelight.errors import invalid
+from limelight.masks.base import Mask
+from limelight.terms import check_dtype
+from limelight.tile import Size, Tile, TileState, on_host
+
+
+@dataclass(frozen=True)
+class Documents(Mask):
+    """Key j is visible to query i where both belong to the same document.
+
+    ids: [kv_len] or [batch, kv_len] integers, the document of each key. A negative id is padding:
+        it sees nothing and nothing sees it.
+    query_ids: [q_len] or [batch, q_len], the document of each query; by default, that of the key at
+        the query's position (`query_start + i`), which needs positions inside the keys.
+
+    Ids need no order, but tiles are skipped best where each document's keys lie together.
+    """
+
+    ids: Any
+    query_ids: Any = None
+
+    tensor_fields: ClassVar[tuple[str, ...]] = ("ids", "query_ids")
+
+    def check(self, size: Size) -> None:
+        self._check_ids("ids", self.ids, size.batch, size.kv_len)
+        if self.query_ids is not None:
+            self._check_ids("query_ids", self.query_ids, size.batch, size.q_len)
+        elif size.q_len > size.kv_len:
+            raise invalid(
+                "mask Documents query_ids",
+                found="None",
+                needed=f"the document of each query, as there are {size.q_len} queries "
+                f"and only {size.kv_len} keys",
+            )
+
+    @staticmethod
+    def _check_ids(name: str, ids: Any, batch: int, length: int) -> None:
+        check_dtype(f"mask Documents {name}", ids.dtype, "int")
+        if tuple(ids.shape) not in ((length,), (batch, length)):
+            raise invalid(
+                f"mask Documents {name}",
+                found=f"shape {tuple(ids.shape)}",
+                needed=f"shape ({length},) or ({batch}, {length})",
+            )
+
+    def values(self, at: Tile, xp: Any) -> Any:
+        key_ids = _of_batches(self.ids, at)[:, None, None, at.keys]
+        query_ids = self._query_ids(at, xp)
+        return (key_ids == query_ids) & (key_ids >= 0)
+
+    def _query_ids(self, at: Tile, xp: Any) -> Any:
+        """[B or 1, 1, M, 1]"""
+        if self.query_ids is not None:
+            return _of_batches(self.query_ids, at)[:, None, at.rows, None]
+        kv_len = self.ids.shape[-1]
+        inside = (at.q_pos >= 0) & (at.q_pos < kv_len)
+        position = xp.where(inside, at.q_pos, xp.zeros_like(at.q_pos))
+        ids = self.ids[position] if len(self.ids.shape) == 1 else self.ids[at.batch, position]
+        return xp.where(inside, ids, xp.full_like(ids, -1))
+
+    def tile_state(self, at: Tile) -> TileState:
+        if not on_host(self.ids) or at.q_start is None or at.q_stop is None:
+            return TileState.PARTIAL
+        keys = _of_batches(self.ids, at)[:, at.keys]
+        if self.query_ids is not None:
+            queries = _of_batches(self.query_ids, at)[:, at.rows]
+        else:
+            start, stop = max(at.q_start, 0), min(at.q_stop, self.ids.shape[-1])
+            if start >= stop:
+                return TileState.EMPTY
+            if (start, stop) != (at.q_start, at.q_stop):
+                return TileState.PARTIAL
+            queries = _of_batches(self.ids, at)[:, start:stop]
+        least = max(int(keys.min()), int(queries.min()))
+        greatest = min(int(keys.max()), int(queries.max()))
+        if least > greatest or greatest < 0:
+            return TileState.EMPTY
+        alike = min(int(keys.min()), int(queries.min())) == max(
+            int(keys.max()), int(queries.max())
+        )
+        return TileState.FULL if alike else TileState.PARTIAL
+
+
+def _of_batches(ids: Any, at: Tile) -> Any:
+    """[B or 1, length]"""
+    return ids[None] if len(ids.shape) == 1 else ids[at.batches]

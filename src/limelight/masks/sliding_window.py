@@ -1,0 +1,73 @@
+"""Local attention: a query sees the keys near its own position (Longformer, arXiv:2004.05150).
+
+>>> from limelight.picture import matrix
+>>> print(matrix(SlidingWindow(1), 4, 4))
+1 1 0 0
+1 1 1 0
+0 1 1 1
+0 0 1 1
+>>> print(matrix(SlidingWindow(1, 0), 4, 4))
+1 0 0 0
+1 1 0 0
+0 1 1 0
+0 0 1 1
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from limelight.errors import invalid
+from limelight.masks.base import Mask
+from limelight.tile import Tile, TileState
+
+
+@dataclass(frozen=True)
+class SlidingWindow(Mask):
+    """Key j is visible to the query at position p where `p - left <= j <= p + right`.
+
+    left: tokens seen before the query's own position; None is no limit.
+    right: tokens seen after it; None is no limit; the same as `left` when not given.
+
+    FlashAttention's `window_size=(left, right)` counts the same way. A model whose configuration
+    says `sliding_window=w` (w keys, the query's own included) is `Causal() & SlidingWindow(w - 1)`.
+
+    Raises ValueError for a negative width.
+    """
+
+    left: int | None
+    right: int | None | Literal["left"] = "left"
+
+    ordered: ClassVar[bool] = True
+    plain_fields: ClassVar[tuple[str, ...]] = ("left", "right")
+
+    def __post_init__(self) -> None:
+        if self.right == "left":
+            object.__setattr__(self, "right", self.left)
+        for name, width in (("left", self.left), ("right", self.right)):
+            if width is not None and (not isinstance(width, int) or width < 0):
+                raise invalid(
+                    f"SlidingWindow {name}", found=width, needed="tokens (0 or more), or None"
+                )
+
+    def values(self, at: Tile, xp: Any) -> Any:
+        offset = at.k_pos - at.q_pos
+        if self.left is None and self.right is None:
+            return offset == offset
+        if self.left is None:
+            return offset <= self.right
+        if self.right is None:
+            return offset >= -self.left
+        return (offset >= -self.left) & (offset <= self.right)
+
+    def tile_state(self, at: Tile) -> TileState:
+        if at.q_start is None or at.q_stop is None:
+            return TileState.PARTIAL
+        least = at.k_start - (at.q_stop - 1)
+        greatest = (at.k_stop - 1) - at.q_start
+        left = float("inf") if self.left is None else self.left
+        right = float("inf") if self.right is None else float(self.right)
+        if greatest < -left or least > right:
+            return TileState.EMPTY
+        return TileState.FULL if -left <= least and greatest <= right else TileState.PARTIAL

@@ -1,0 +1,178 @@
+"""What masks and biases share: a term is a frozen dataclass, some of whose fields are tensors.
+
+The same term exists in three forms: with the caller's tensors, with a `Layout` in the place of each
+tensor (in a `Problem`, which holds no data), and as a canonical string beside a list of tensors (the
+form in which a compiled graph carries it).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from limelight.errors import invalid
+from limelight.tile import Size
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class Term:
+    """A mask or a bias. Subclasses are frozen dataclasses and name their tensor fields."""
+
+    tensor_fields: ClassVar[tuple[str, ...]] = ()
+    plain_fields: ClassVar[tuple[str, ...]] = ()
+    argument: ClassVar[str]  # "mask" or "bias": what error messages call it
+    kinds: ClassVar[dict[str, type[Term]]] = {}
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        # Keyed by the full name, so that two libraries may each have a bias called Relative.
+        Term.kinds[f"{cls.__module__}.{cls.__qualname__}"] = cls
+
+    # Composite terms (And, Or, Sum) override these three.
+
+    def tensors(self) -> list[Any]:
+        """The tensors of this term and its children, in a fixed order; absent ones left out."""
+        values = [getattr(self, name) for name in self.tensor_fields]
+        return [value for value in values if value is not None]
+
+    def with_tensors(self, tensors: Iterator[Any]) -> Self:
+        """The same term with its tensors taken, in the order of `tensors()`, from an iterator."""
+        if not self.tensor_fields:
+            return self
+        fields = {name: getattr(self, name) for name in self.plain_fields}
+        for name in self.tensor_fields:
+            fields[name] = None if getattr(self, name) is None else next(tensors)
+        return type(self)._restored(fields)
+
+    def spec(self) -> str:
+        """The term as canonical JSON text, without the tensors."""
+        # Formatted by hand: torch.compile traces this, and cannot trace the json module.
+        present = [
+            f'"{name}":{"false" if getattr(self, name) is None else "true"}'
+            for name in self.tensor_fields
+        ]
+        plain = [f'"{name}":{_literal(getattr(self, name))}' for name in self.plain_fields]
+        kind = f"{type(self).__module__}.{type(self).__qualname__}"
+        return f'["{kind}",{{{",".join(present + plain)}}}]'
+
+    def parts(self) -> tuple[Term, ...]:
+        """The leaves of the term: itself, or the leaves of its children."""
+        return (self,)
+
+    def map_tensors(self, change: Callable[[Any], Any]) -> Self:
+        """The same term with `change` applied to every tensor."""
+        if not self.tensor_fields:
+            return self
+        return self.with_tensors(iter([change(tensor) for tensor in self.tensors()]))
+
+    def check(self, size: Size) -> None:
+        """Raises a ValueError that names the argument where a tensor's shape or dtype is wrong.
+
+        Called on the form that holds layouts: `tensor.shape` and `tensor.dtype` (a string).
+        """
+
+    def resolved(self, size: Size, asarray: Callable[[Sequence[float]], Any]) -> Self:
+        """The term with every tensor present; `asarray` makes a float32 tensor on the device."""
+        return self
+
+    @classmethod
+    def _restored(cls, fields: dict[str, Any]) -> Self:
+        """An instance with these fields, past the constructor: they were checked once already."""
+        term = object.__new__(cls)
+        for name, value in fields.items():
+            object.__setattr__(term, name, value)
+        return term
+
+
+class Composite(Term):
+    """A term made of others: `children`."""
+
+    children: tuple[Any, ...]
+
+    def tensors(self) -> list[Any]:
+        return [tensor for child in self.children for tensor in child.tensors()]
+
+    def with_tensors(self, tensors: Iterator[Any]) -> Self:
+        return type(self)(tuple([child.with_tensors(tensors) for child in self.children]))
+
+    def map_tensors(self, change: Callable[[Any], Any]) -> Self:
+        return type(self)(tuple([child.map_tensors(change) for child in self.children]))
+
+    def spec(self) -> str:
+        kind = f"{type(self).__module__}.{type(self).__qualname__}"
+        return f'["{kind}",[{",".join([child.spec() for child in self.children])}]]'
+
+    def parts(self) -> tuple[Term, ...]:
+        return tuple([part for child in self.children for part in child.parts()])
+
+    def check(self, size: Size) -> None:
+        for child in self.children:
+            child.check(size)
+
+    def resolved(self, size: Size, asarray: Callable[[Sequence[float]], Any]) -> Self:
+        return type(self)(tuple([child.resolved(size, asarray) for child in self.children]))
+
+    @classmethod
+    def joined(cls, first: Term, second: Term) -> Self:
+        """Both terms under one composite; composites of the same kind are flattened."""
+        left = first.children if isinstance(first, cls) else (first,)
+        right = second.children if isinstance(second, cls) else (second,)
+        return cls((*left, *right))
+
+
+def _literal(value: object) -> str:
+    if value is None:
+        return "null"
+    if value is True or value is False:
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return f'"{value}"'
+    return str(value)
+
+
+@lru_cache(maxsize=4096)
+def _template(spec: str) -> Term:
+    def build(node: list[Any]) -> Term:
+        kind, content = node
+        cls = Term.kinds[kind]
+        if isinstance(content, list):
+            return cls(tuple(build(child) for child in content))  # type: ignore[call-arg]
+        fields = dict(content)
+        for name in cls.tensor_fields:
+            # A placeholder where a tensor belongs; with_tensors replaces it.
+            fields[name] = ... if fields[name] else None
+        return cls._restored(fields)
+
+    return build(json.loads(spec))
+
+
+def from_spec(spec: str, tensors: Iterator[Any]) -> Term:
+    """The term whose `spec()` this is, with its tensors from an iterator."""
+    return _template(spec).with_tensors(tensors)
+
+
+# Checks of a term's tensors, shared by the files of masks and biases.
+
+
+def check_broadcastable(name: str, shape: Sequence[int], size: Size) -> None:
+    """A dense tensor: two to four dimensions, each equal to the scores' or 1."""
+    needed = f"a shape that broadcasts to (batch, q_heads, q_len, kv_len) = {tuple(size)}"
+    if not 2 <= len(shape) <= 4:
+        raise invalid(name, found=f"shape {tuple(shape)}", needed=needed)
+    for found, full in zip(reversed(shape), reversed(size), strict=False):
+        if found not in (1, full):
+            raise invalid(name, found=f"shape {tuple(shape)}", needed=needed)
+
+
+def check_dtype(name: str, dtype: str, kind: str) -> None:
+    """`kind` is "bool", "int" or "float"."""
+    if not dtype.startswith({"bool": "bool", "int": ("int", "uint"), "float": _FLOATS}[kind]):
+        names = {"bool": "bool", "int": "an integer dtype", "float": "a floating-point dtype"}
+        raise invalid(name, found=f"dtype {dtype}", needed=names[kind])
+
+
+_FLOATS = ("float", "bfloat")

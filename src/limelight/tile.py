@@ -1,0 +1,152 @@
+"""Where a tile of scores lies: what `values` of a mask or bias is evaluated at.
+
+Every index array broadcasts against the tile's scores `(batch, heads, rows, keys)`, so a mask or
+bias is written once, elementwise, whatever the tile's size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+
+class Size(NamedTuple):
+    """The sizes of a full matrix of scores, against which a term's tensors are checked."""
+
+    batch: int
+    q_heads: int
+    q_len: int
+    kv_len: int
+
+
+def on_host(array: Any) -> bool:
+    """Whether reading this array's values is free: a device is never waited for."""
+    device = getattr(array, "device", "cpu")
+    return str(device) == "cpu"
+
+
+class TileState(IntEnum):
+    """What a mask does to a tile. EMPTY tiles are skipped, FULL ones never evaluate the mask."""
+
+    EMPTY = 0
+    PARTIAL = 1
+    FULL = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """A rectangle of scores, for a range of batch elements and query heads.
+
+    Index arrays (integers): `batch` [B, 1, 1, 1], `head` [1, H, 1, 1] (query heads), `row`
+    [1, 1, M, 1] (index i of a query in its tensor), `q_pos` [B or 1, 1, M, 1] (`query_start + i`),
+    `k_pos` [1, 1, 1, N]. `dtype` is that of the scores (float32 or float64): compute in it, as
+    positions are too long for half precision.
+    """
+
+    batches: slice
+    heads: slice
+    rows: slice
+    keys: slice
+    dtype: Any
+    batch: Any
+    head: Any
+    row: Any
+    q_pos: Any
+    k_pos: Any
+    # The least first and the greatest last position of a query over the tile's batch elements;
+    # None where they are on a device and would have to be waited for.
+    q_start: int | None
+    q_stop: int | None
+
+    @property
+    def k_start(self) -> int:
+        return self.keys.start
+
+    @property
+    def k_stop(self) -> int:
+        return self.keys.stop
+
+    def take(self, tensor: Any) -> Any:
+        """This tile's part of a tensor that broadcasts to (batch, q_heads, q_len, kv_len)."""
+        tensor = tensor[(None,) * (4 - len(tensor.shape))]
+        window = (self.batches, self.heads, self.rows, self.keys)
+        return tensor[
+            tuple(
+                slice(None) if size == 1 else part
+                for size, part in zip(tensor.shape, window, strict=True)
+            )
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Positions:
+    """The index arrays of a whole problem, of which tiles are slices.
+
+    `starts` is the position of each batch element's first query: one number for all, or a tuple
+    with one per batch element, or None where they are on a device.
+    """
+
+    dtype: Any
+    batch: Any
+    head: Any
+    row: Any
+    q_pos: Any
+    k_pos: Any
+    starts: int | tuple[int, ...] | None
+
+    @classmethod
+    def of(cls, xp: Any, *, size: Size, dtype: Any, device: Any, query_start: Any) -> Positions:
+        """`query_start`: a number, or an integer array [batch]; `dtype`: that of the scores."""
+        batch, heads, q_len, kv_len = size
+
+        def indices(count: int, axis: int) -> Any:
+            shape = [1, 1, 1, 1]
+            shape[axis] = count
+            return xp.reshape(xp.arange(count, dtype=xp.int64, device=device), tuple(shape))
+
+        row = indices(q_len, 2)
+        if isinstance(query_start, int):
+            starts = query_start
+        else:
+            starts = tuple(query_start.tolist()) if on_host(query_start) else None
+            query_start = xp.reshape(xp.astype(query_start, xp.int64), (batch, 1, 1, 1))
+        return cls(
+            dtype=dtype,
+            batch=indices(batch, 0),
+            head=indices(heads, 1),
+            row=row,
+            q_pos=row + query_start,
+            k_pos=indices(kv_len, 3),
+            starts=starts,
+        )
+
+    def tile(self, batches: slice, heads: slice, rows: slice, keys: slice) -> Tile:
+        """The tile at these ranges; each slice has a start and a stop."""
+        if self.starts is None:
+            q_start = q_stop = None
+        elif isinstance(self.starts, int):
+            q_start, q_stop = self.starts + rows.start, self.starts + rows.stop
+        else:
+            starts = self.starts[batches]
+            q_start, q_stop = min(starts) + rows.start, max(starts) + rows.stop
+        q_pos = self.q_pos if self.q_pos.shape[0] == 1 else self.q_pos[batches]
+        return Tile(
+            batches=batches,
+            heads=heads,
+            rows=rows,
+            keys=keys,
+            dtype=self.dtype,
+            batch=self.batch[batches],
+            head=self.head[:, heads],
+            row=self.row[:, :, rows],
+            q_pos=q_pos[:, :, rows],
+            k_pos=self.k_pos[..., keys],
+            q_start=q_start,
+            q_stop=q_stop,
+        )
+
+    def whole(self) -> Tile:
+        """All the scores as one tile."""
+        size = (self.batch.shape[0], self.head.shape[1], self.row.shape[2], self.k_pos.shape[3])
+        return self.tile(*(slice(0, count) for count in size))
