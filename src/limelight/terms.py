@@ -131,7 +131,9 @@ def _literal(value: object) -> str:
         return "true" if value else "false"
     if isinstance(value, str):
         return f'"{value}"'
-    return str(value)
+    # Tracing may hold a number as a symbol, which has no text; as a key of a dictionary it becomes
+    # a constant of the graph.
+    return str(next(iter({value: None})))
 
 
 @lru_cache(maxsize=4096)

@@ -123,7 +123,7 @@ class Adapter:
             changes["bias"] = a.bias.map_tensors(convert)
         if a.sinks is not None:
             changes["sinks"] = convert(a.sinks)
-        if isinstance(a.query_start, (list, tuple)) or hasattr(a.query_start, "shape"):
+        if a.query_start is not None and not isinstance(a.query_start, (int, str)):
             changes["query_start"] = convert(a.query_start)
         return replace(a, **changes) if changes else a
 

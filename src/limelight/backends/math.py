@@ -62,7 +62,9 @@ class Math(Backend):
         xp = array_namespace(call.query)
         dense = _dense(call, xp)
         dtype = dense.at.dtype
-        alive = xp.where(lse == -xp.inf, xp.inf * xp.ones_like(lse), lse)
+        # exp(-inf - inf) is 0: rows that see nothing have no gradient, whatever arrives.
+        nothing = lse == -xp.inf
+        alive = xp.where(nothing, xp.inf * xp.ones_like(lse), lse)
         probs = xp.exp(dense.scores - alive[..., None])
         delta = xp.zeros_like(lse) if d_lse is None else -xp.astype(d_lse, dtype)
         d_value = None
@@ -79,6 +81,7 @@ class Math(Backend):
                 d_value = _matmul_t(dropped, d_out, call.group, xp)
         elif wanted.value:
             d_value = xp.zeros_like(dense.value)
+        delta = xp.where(nothing, xp.zeros_like(delta), delta)
         d_scores = probs * (d_probs - delta[..., None])
 
         d_bias = [None] * len(wanted.bias)

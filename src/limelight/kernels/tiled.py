@@ -101,8 +101,9 @@ def backward(
             delta = (d_rows * out_rows).sum(dim=-1)
             if d_lse is not None:
                 delta = delta - d_lse[window].to(work.dtype)
-            # exp(-inf - inf) is 0: rows that see nothing have no gradient.
-            row_lse = row_lse.masked_fill(row_lse == -torch.inf, torch.inf)
+            # exp(-inf - inf) is 0: rows that see nothing have no gradient, whatever arrives.
+            nothing = row_lse == -torch.inf
+            row_lse, delta = row_lse.masked_fill(nothing, torch.inf), delta.masked_fill(nothing, 0.0)
             if d_sinks is not None:
                 weight = torch.exp(chunk.sinks()[:, None] - row_lse)
                 d_sinks[chunk.heads] -= (weight * delta).sum(dim=(0, 2))

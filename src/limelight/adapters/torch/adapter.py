@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from limelight.adapters.base import Adapter, Arguments
@@ -48,7 +49,8 @@ class TorchAdapter(Adapter):
         shape = tuple(array.shape)
         rows = [s for s, size in zip(strides[:-1], shape[:-1], strict=True) if size > 1]
         item = array.element_size()
-        alignment = math.gcd(16, array.data_ptr(), *(item * stride for stride in rows))
+        address = 0 if is_fake(array) else array.data_ptr()
+        alignment = math.gcd(16, address, *(item * stride for stride in rows))
         return Layout(shape, strides, _dtype_name(array.dtype), alignment)
 
     def device(self, array: Any) -> Device:

@@ -41,8 +41,11 @@ def double_backward(
     again = torch.is_grad_enabled()  # whether a third derivative may follow
 
     def leaf(tensor: Tensor | None) -> Tensor | None:
-        if tensor is None or not tensor.is_floating_point() or (again and tensor.requires_grad):
+        if tensor is None or not tensor.is_floating_point():
             return tensor
+        if again and tensor.requires_grad:
+            # A view: the derivative by one input must not run through another's history.
+            return tensor.view_as(tensor)
         return tensor.detach().requires_grad_()
 
     inputs = [leaf(tensor) for tensor in (d_out, d_lse, *tensors)]

@@ -1,9 +1,9 @@
 """Compiled and exported calls: the operator `limelight::attention` and its backward.
 
 A graph can hold tensors, numbers and text, so that is what the operators take: the tensors of the
-call; `spec`, everything else as canonical JSON, the tensors' names among it; and `start`, the
-position of the first query, a number that may be symbolic. Dispatch happens inside, when the graph
-runs.
+call; `spec`, as canonical JSON, the names of those tensors, mask, bias and what else is text or
+switch; and the numbers `start` (the position of the first query), `scale`, `softcap` and
+`dropout_p`, which tracing may hold as symbols. Dispatch happens inside, when the graph runs.
 """
 
 from __future__ import annotations
@@ -49,9 +49,6 @@ def attention(adapter: TorchAdapter, a: Arguments) -> tuple[Tensor, Tensor]:
         "bias": "null" if a.bias is None else a.bias.spec(),
         "mask": "null" if a.mask is None else a.mask.spec(),
         "from_end": _truth(isinstance(start, str)),
-        "scale": _number(a.scale),
-        "softcap": _number(a.softcap),
-        "dropout_p": _number(a.dropout_p),
         "return_lse": _truth(a.return_lse),
         "deterministic": _truth(a.deterministic),
         "gradients": _names(adapter.gradients(a)),
@@ -59,7 +56,8 @@ def attention(adapter: TorchAdapter, a: Arguments) -> tuple[Tensor, Tensor]:
     }
     spec = "{" + ",".join([f'"{name}":{text}' for name, text in fields.items()]) + "}"
     number = None if isinstance(start, (Tensor, str)) else start
-    return torch.ops.limelight.attention(list(named.values()), spec, number)
+    numbers = (number, a.scale, a.softcap, a.dropout_p)
+    return torch.ops.limelight.attention(list(named.values()), spec, *numbers)
 
 
 def _names(names: Sequence[str]) -> str:
@@ -68,10 +66,6 @@ def _names(names: Sequence[str]) -> str:
 
 def _truth(value: bool | None) -> str:
     return "null" if value is None else "true" if value else "false"
-
-
-def _number(value: float | None) -> str:
-    return "null" if value is None else str(value)
 
 
 @lru_cache(maxsize=4096)
@@ -84,7 +78,8 @@ def _parsed(spec: str) -> dict[str, Any]:
     return fields
 
 
-def _arguments(tensors: Sequence[Tensor | None], spec: str, start: int | None) -> Arguments:
+def _arguments(tensors: Sequence[Tensor | None], spec: str, *numbers: Any) -> Arguments:
+    start, scale, softcap, dropout_p = numbers
     fields = _parsed(spec)
     named = dict(zip(fields["tensors"], tensors, strict=True))
 
@@ -101,10 +96,10 @@ def _arguments(tensors: Sequence[Tensor | None], spec: str, start: int | None) -
         mask=term("mask"),
         bias=term("bias"),
         query_start="end" if fields["from_end"] else named.get("query_start", start),
-        scale=fields["scale"],
-        softcap=fields["softcap"],
+        scale=scale,
+        softcap=softcap,
         sinks=named.get("sinks"),
-        dropout_p=fields["dropout_p"],
+        dropout_p=dropout_p,
         seed=named.get("seed"),
         return_lse=fields["return_lse"],
         deterministic=fields["deterministic"],
@@ -112,10 +107,10 @@ def _arguments(tensors: Sequence[Tensor | None], spec: str, start: int | None) -
     )
 
 
-def _plan(tensors: Sequence[Tensor | None], spec: str, start: int | None) -> Plan:
+def _plan(tensors: Sequence[Tensor | None], spec: str, *numbers: Any) -> Plan:
     from limelight.adapters.torch.adapter import ADAPTER
 
-    return ADAPTER.planned(_arguments(tensors, spec, start), _parsed(spec)["allowed"])
+    return ADAPTER.planned(_arguments(tensors, spec, *numbers), _parsed(spec)["allowed"])
 
 
 def _empty_out(query: Tensor, value: Tensor) -> Tensor:
@@ -130,16 +125,23 @@ def _as_promised(value: Tensor, promise: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("limelight::attention", mutates_args=())
-def _attention(tensors: Sequence[Tensor], spec: str, start: int | None) -> tuple[Tensor, Tensor]:
-    out, lse = _plan(tensors, spec, start).forward()
+def _attention(
+    tensors: Sequence[Tensor],
+    spec: str,
+    start: int | None,
+    scale: float | None,
+    softcap: float | None,
+    dropout_p: float,
+) -> tuple[Tensor, Tensor]:
+    out, lse = _plan(tensors, spec, start, scale, softcap, dropout_p).forward()
     return _as_promised(out, _empty_out(tensors[0], tensors[2])), lse.contiguous()
 
 
 @_attention.register_fake
-def _(tensors: Sequence[Tensor], spec: str, start: int | None) -> tuple[Tensor, Tensor]:
+def _(tensors: Sequence[Tensor], spec: str, *numbers: Any) -> tuple[Tensor, Tensor]:
     from limelight.adapters.torch.adapter import ADAPTER
 
-    ADAPTER.describe(_arguments(tensors, spec, start))  # raises what an eager call would
+    ADAPTER.describe(_arguments(tensors, spec, *numbers))  # raises what an eager call would
     query, value = tensors[0], tensors[2]
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     return _empty_out(query, value), query.new_empty(query.shape[:3], dtype=wide)
@@ -154,9 +156,12 @@ def _attention_backward(
     d_lse: Tensor | None,
     spec: str,
     start: int | None,
+    scale: float | None,
+    softcap: float | None,
+    dropout_p: float,
     needs: Sequence[bool],
 ) -> list[Tensor]:
-    plan = _plan(tensors, spec, start)
+    plan = _plan(tensors, spec, start, scale, softcap, dropout_p)
     names = {name for name, need in zip(_parsed(spec)["tensors"], needs, strict=True) if need}
     parameters = plan.call.bias.tensors() if plan.call.bias is not None else ()
     wanted = Gradients(
@@ -169,21 +174,13 @@ def _attention_backward(
 
 
 @_attention_backward.register_fake
-def _(
-    tensors: Sequence[Tensor],
-    out: Tensor,
-    lse: Tensor,
-    d_out: Tensor | None,
-    d_lse: Tensor | None,
-    spec: str,
-    start: int | None,
-    needs: Sequence[bool],
-) -> list[Tensor]:
+def _(tensors: Sequence[Tensor], *others: Any) -> list[Tensor]:
+    needs = others[-1]
     return [torch.empty_like(t) for t, need in zip(tensors, needs, strict=True) if need]
 
 
 def _keep_forward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    tensors, ctx.spec, ctx.start = inputs
+    tensors, ctx.spec, *ctx.numbers = inputs
     ctx.save_for_backward(*tensors, *output)
     ctx.needs = [tensor.requires_grad for tensor in tensors]
 
@@ -191,13 +188,13 @@ def _keep_forward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tenso
 def _backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> Any:
     *tensors, out, lse = ctx.saved_tensors
     gradients = torch.ops.limelight.attention_backward(
-        tensors, out, lse, d_out, d_lse, ctx.spec, ctx.start, ctx.needs
+        tensors, out, lse, d_out, d_lse, ctx.spec, *ctx.numbers, ctx.needs
     )
-    return spread(gradients, ctx.needs), None, None
+    return spread(gradients, ctx.needs), None, *[None] * len(ctx.numbers)
 
 
 def _keep_backward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    tensors, _, _, d_out, d_lse, ctx.spec, ctx.start, ctx.needs = inputs
+    tensors, _, _, d_out, d_lse, ctx.spec, *ctx.numbers, ctx.needs = inputs
     ctx.save_for_backward(d_out, d_lse, *tensors)
 
 
@@ -205,14 +202,14 @@ def _double_backward(ctx: Any, d_gradients: Sequence[Tensor | None]) -> Any:
     d_out, d_lse, *tensors = ctx.saved_tensors
 
     def call_of(tensors: list[Tensor | None]) -> Call:
-        plan = _plan(tensors, ctx.spec, ctx.start)
+        plan = _plan(tensors, ctx.spec, *ctx.numbers)
         note(plan.choice, "double backward")
         return plan.call
 
     d_d_out, d_d_lse, second = double_backward(
         call_of, tensors, ctx.needs, d_out, d_lse, d_gradients
     )
-    return second, None, None, d_d_out, d_d_lse, None, None, None
+    return second, None, None, d_d_out, d_d_lse, None, *[None] * len(ctx.numbers), None
 
 
 _attention.register_autograd(_backward, setup_context=_keep_forward)
