@@ -108,17 +108,25 @@ def attention_vjp(
     >>> pullback(np.ones_like(out)).value[0, 0, :, 0].round(2).tolist()
     [1.83, 0.83, 0.33]
     """
-    arguments = Arguments(query, key, value, **options)
-    plan = adapter_of(query).plan(arguments)
-    out, lse = plan.forward()
-    call = plan.call
-    parameters = call.bias.tensors() if call.bias is not None else ()
-    wanted = Gradients(True, True, True, call.sinks is not None, (True,) * len(parameters))
+    adapter = adapter_of(query)
+    a = adapter.prepared(Arguments(query, key, value, **options))
+    wanted = Gradients(
+        query=True,
+        key=True,
+        value=True,
+        sinks=a.sinks is not None,
+        bias=(True,) * (len(a.bias.tensors()) if a.bias is not None else 0),
+    )
+    plan = adapter.planned(replace(a, gradients=wanted.names()), allowed())
+    with adapter.untracked():
+        wide, lse = plan.forward()
 
     def pullback(d_out: Any, d_lse: Any = None) -> Gradients:
-        return plan.backward(out, lse, d_out, d_lse, wanted)
+        with adapter.untracked():
+            return plan.backward(wide, lse, d_out, d_lse, wanted)
 
-    return ((out, lse) if arguments.return_lse else out), pullback
+    out = adapter.cast(wide, plan.call.query)
+    return ((out, lse) if a.return_lse else out), pullback
 
 
 def explain(

@@ -19,8 +19,13 @@ class Gradients(NamedTuple):
     sinks: Any
     bias: tuple[Any, ...]  # one per tensor of the bias
 
+    def names(self) -> tuple[str, ...]:
+        """The names, as `Problem.gradients` has them, of the entries that are true."""
+        plain = [name for name in self._fields[:4] if getattr(self, name)]
+        return (*plain, *(f"bias.{n}" for n, entry in enumerate(self.bias) if entry))
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True, eq=False)  # never changed; frozen would cost 3 us at each call
 class Call:
     """query [B, H, M, D], key [B, G, N, D], value [B, G, N, E], sinks [H] or None.
 

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from limelight.backends import BACKENDS, Backend, Reason, TileConfig
+from limelight.backends import BACKENDS, Backend, Reason
 from limelight.errors import NoBackendError, invalid
 from limelight.problem import Problem
+from limelight.tuning import TileConfig
 
 KNOWN = {backend.name: backend for backend in BACKENDS}
 

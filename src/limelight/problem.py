@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Real
 from typing import Any, Literal
 
 from limelight.biases import Bias
@@ -124,8 +125,11 @@ class Problem:
         self._check_tensors()
         self._check_numbers()
         self._check_terms()
-        if self.scale is None:
-            object.__setattr__(self, "scale", self.head_dim**-0.5)
+        scale = self.head_dim**-0.5 if self.scale is None else self.scale
+        object.__setattr__(self, "scale", float(scale))
+        object.__setattr__(self, "dropout_p", float(self.dropout_p))
+        if self.softcap is not None:
+            object.__setattr__(self, "softcap", float(self.softcap))
 
     # Sizes, by the names used everywhere.
 
@@ -180,7 +184,7 @@ class Problem:
             return None if per_batch else self.kv_len - self.q_len
         return self.query_start if isinstance(self.query_start, int) else None
 
-    @property
+    @cached_property
     def copies(self) -> tuple[str, ...]:
         """The inputs whose rows are not contiguous, so that they are copied first."""
         named = (("query", self.query), ("key", self.key), ("value", self.value))
@@ -237,13 +241,13 @@ class Problem:
         for name, number in (("scale", self.scale), ("softcap", self.softcap)):
             if number is None:
                 continue
-            if isinstance(number, bool) or not isinstance(number, (int, float)):
+            if isinstance(number, bool) or not isinstance(number, Real):
                 raise invalid_type(name, found=type(number).__name__, needed="a number or None")
             if not math.isfinite(number):
                 raise invalid(name, found=number, needed="a finite number")
         if self.softcap is not None and self.softcap <= 0:
             raise invalid("softcap", found=self.softcap, needed="a positive number, or None for no cap")
-        if isinstance(self.dropout_p, bool) or not isinstance(self.dropout_p, (int, float)):
+        if isinstance(self.dropout_p, bool) or not isinstance(self.dropout_p, Real):
             raise invalid_type("dropout_p", found=type(self.dropout_p).__name__, needed="a number")
         if not 0.0 <= self.dropout_p <= 1.0:
             raise invalid("dropout_p", found=self.dropout_p, needed="a probability from 0 to 1")
@@ -260,19 +264,10 @@ class Problem:
                 )
 
     def _check_terms(self) -> None:
-        for name, term, base, dense in (
-            ("mask", self.mask, Mask, "DenseMask"),
-            ("bias", self.bias, Bias, "DenseBias"),
-        ):
-            if term is None:
-                continue
-            if not isinstance(term, base):
-                raise invalid_type(
-                    name,
-                    found=type(term).__name__,
-                    needed=f"a limelight {name}; wrap a tensor in limelight.{dense}",
-                )
-            term.check(self.size)
+        check_kinds(self.mask, self.bias)
+        for term in (self.mask, self.bias):
+            if term is not None:
+                term.check(self.size)
         start = self.query_start
         if isinstance(start, Layout):
             if not start.dtype.startswith(("int", "uint")):
@@ -293,6 +288,21 @@ class Problem:
                 found=f"None, with {self.q_len} queries, {self.kv_len} keys and the mask {self.mask!r}",
                 needed='to say where the queries stand: query_start=0 (top-left: query 0 at key 0) or '
                 '"end" (bottom-right: the last query at the last key)',
+            )
+
+
+def check_kinds(mask: object, bias: object) -> None:
+    """Raises TypeError for a mask that is no Mask, or a bias that is no Bias."""
+    for name, term, base, dense in (
+        ("mask", mask, Mask, "DenseMask"),
+        ("bias", bias, Bias, "DenseBias"),
+    ):
+        if term is not None and not isinstance(term, base):
+            raise invalid_type(
+                name,
+                found=term.__name__ if isinstance(term, type) else type(term).__name__,
+                needed=f"an instance of limelight.{base.__name__}; "
+                f"a tensor goes into limelight.{dense}",
             )
 
 

@@ -50,7 +50,7 @@ def attention(
     size = Size(batch, q_heads, q_len, kv_len)
     mask = mask.map_tensors(np.asarray) if mask is not None else None
     if bias is not None:
-        bias = bias.resolved(size, np.asarray).map_tensors(lambda t: np.asarray(t, np.float64))
+        bias = bias.resolved(q_heads, np.asarray).map_tensors(lambda t: np.asarray(t, np.float64))
     if sinks is not None:
         sinks = np.asarray(sinks, np.float64)
     start = query_start if isinstance(query_start, int) else np.asarray(query_start)
@@ -68,13 +68,11 @@ def attention(
         scores = capped if bias is None else capped + bias.values(at, np)
         scores = np.where(visible, scores, -np.inf)
 
-        lse = _log_sum_exp(scores, sinks)
-        alive = np.where(np.isneginf(lse), np.inf, lse)  # exp(-inf - inf) = 0 in rows that see nothing
-        probs = np.exp(scores - alive[..., None])
+        probs, sink_probs, lse = _softmax(scores, sinks)
         kept = np.ones_like(probs)
         if dropout_p > 0:
-            kept = dropout.kept(at, np.asarray(seed, np.int64), dropout_p, np).astype(np.float64)
-            kept *= 0.0 if dropout_p == 1 else 1 / (1 - dropout_p)
+            dropped = dropout.dropped(at, np.asarray(seed, np.int64), dropout_p, np)
+            kept = np.where(dropped, 0.0, dropout.rescale(dropout_p))
         out = (probs * kept) @ all_values
         if d_out is None:
             return Reference(out, lse, None)
@@ -94,8 +92,7 @@ def attention(
             bias.fold(d_scores, at, np, d_bias)
         d_sinks = None
         if sinks is not None:
-            weight = np.exp(sinks[:, None] - alive)
-            d_sinks = -(weight * delta).sum(axis=(0, 2))
+            d_sinks = -(sink_probs * delta).sum(axis=(0, 2))
 
     def grouped(gradient: np.ndarray) -> np.ndarray:
         return gradient.reshape(batch, kv_heads, group, *gradient.shape[2:]).sum(axis=2)
@@ -114,11 +111,16 @@ def _visible(mask: Mask | None, bias: Bias | None, at: Tile) -> np.ndarray:
     return visible
 
 
-def _log_sum_exp(scores: np.ndarray, sinks: np.ndarray | None) -> np.ndarray:
-    """[B, H, M]; -inf for a row with nothing in it."""
+def _softmax(
+    scores: np.ndarray, sinks: np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Probabilities of keys [B, H, M, N] and of the sink [B, H, M], and the LSE [B, H, M]."""
     sink = -np.inf if sinks is None else sinks[:, None]
     top = np.maximum(scores.max(axis=-1, initial=-np.inf), sink)
-    shift = np.where(np.isneginf(top), 0.0, top)
-    total = np.exp(scores - shift[..., None]).sum(axis=-1) + np.exp(sink - shift)
+    shift = np.where(np.isneginf(top), 0.0, top)  # a row with nothing in it
+    weights, sink_weight = np.exp(scores - shift[..., None]), np.exp(sink - shift)
+    total = weights.sum(axis=-1) + sink_weight
     with np.errstate(divide="ignore"):
-        return np.log(total) + shift
+        lse = np.log(total) + shift
+    total = np.where(total == 0, 1.0, total)
+    return weights / total[..., None], sink_weight / total, lse

@@ -75,8 +75,8 @@ class Term:
         Called on the form that holds layouts: `tensor.shape` and `tensor.dtype` (a string).
         """
 
-    def resolved(self, size: Size, asarray: Callable[[Sequence[float]], Any]) -> Self:
-        """The term with every tensor present; `asarray` makes a float32 tensor on the device."""
+    def resolved(self, q_heads: int, asarray: Callable[[Sequence[float]], Any]) -> Self:
+        """The term with its default tensors filled in; `asarray` makes them on the device."""
         return self
 
     @classmethod
@@ -113,8 +113,8 @@ class Composite(Term):
         for child in self.children:
             child.check(size)
 
-    def resolved(self, size: Size, asarray: Callable[[Sequence[float]], Any]) -> Self:
-        return type(self)(tuple([child.resolved(size, asarray) for child in self.children]))
+    def resolved(self, q_heads: int, asarray: Callable[[Sequence[float]], Any]) -> Self:
+        return type(self)(tuple([child.resolved(q_heads, asarray) for child in self.children]))
 
     @classmethod
     def joined(cls, first: Term, second: Term) -> Self:
@@ -172,9 +172,13 @@ def check_broadcastable(name: str, shape: Sequence[int], size: Size) -> None:
 
 def check_dtype(name: str, dtype: str, kind: str) -> None:
     """`kind` is "bool", "int" or "float"."""
-    if not dtype.startswith({"bool": "bool", "int": ("int", "uint"), "float": _FLOATS}[kind]):
+    if dtype not in _DTYPES[kind]:
         names = {"bool": "bool", "int": "an integer dtype", "float": "a floating-point dtype"}
         raise invalid(name, found=f"dtype {dtype}", needed=names[kind])
 
 
-_FLOATS = ("float", "bfloat")
+_DTYPES = {
+    "bool": ("bool",),
+    "int": ("int8", "int16", "int32", "int64", "uint8"),
+    "float": ("float16", "bfloat16", "float32", "float64"),
+}

@@ -5,20 +5,20 @@
 
 from __future__ import annotations
 
+import math
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
-from limelight.biases import Bias
 from limelight.call import Call, Gradients
 from limelight.devices import Device
 from limelight.dispatch import KNOWN, Choice, allowed, choose, note
 from limelight.errors import invalid_type
-from limelight.masks import Mask
-from limelight.problem import Layout, Problem
+from limelight.problem import Layout, Problem, check_kinds
 from limelight.terms import Term
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)  # never changed; frozen would cost 3 us at each call
 class Arguments:
     """What the caller gave to `attention`, before anything is looked at."""
 
@@ -92,7 +92,16 @@ class Adapter:
         raise NotImplementedError
 
     def clamp(self, array: Any, low: int, high: int) -> Any:
+        """The array as int64, with values outside the range moved to its nearer end."""
         raise NotImplementedError
+
+    def cast(self, array: Any, like: Any) -> Any:
+        """The array in the dtype of `like`."""
+        raise NotImplementedError
+
+    def untracked(self) -> AbstractContextManager[Any]:
+        """A context in which the library's autograd, if it has one, does not look."""
+        return nullcontext()
 
     def draw_seed(self, like: Any) -> Any:
         """A seed from the library's own generator, on the device of `like`."""
@@ -116,16 +125,35 @@ class Adapter:
         def convert(value: Any) -> Any:
             return self.asarray(value, a.query)
 
+        check_kinds(a.mask, a.bias)
         changes: dict[str, Any] = {}
-        if isinstance(a.mask, Mask) and a.mask.tensors():
+        if a.mask is not None and a.mask.tensors():
             changes["mask"] = a.mask.map_tensors(convert)
-        if isinstance(a.bias, Bias) and a.bias.tensors():
-            changes["bias"] = a.bias.map_tensors(convert)
+        if a.bias is not None:
+            heads = a.query.shape[1] if len(a.query.shape) == 4 else 1  # Problem refuses the rest
+            bias = a.bias.resolved(heads, lambda values: convert(list(values)))
+            changes["bias"] = bias.map_tensors(convert)
         if a.sinks is not None:
             changes["sinks"] = convert(a.sinks)
-        if a.query_start is not None and not isinstance(a.query_start, (int, str)):
-            changes["query_start"] = convert(a.query_start)
+        start = a.query_start
+        if start is not None and not isinstance(start, (int, str)):
+            if isinstance(start, (list, tuple)) or hasattr(start, "__array__"):
+                changes["query_start"] = convert(start)
+        if a.seed is not None:
+            changes["seed"] = self._checked_seed(a.seed)
         return replace(a, **changes) if changes else a
+
+    def _checked_seed(self, seed: Any) -> Any:
+        """The seed as a signed 64-bit number, or as the integer array of one element it is."""
+        needed = "an integer, or an integer array of one element"
+        if self.is_array(seed):
+            layout = self.layout(seed)
+            if not layout.dtype.startswith(("int", "uint")) or math.prod(layout.shape) != 1:
+                raise invalid_type("seed", found=repr(layout), needed=needed)
+            return seed.reshape(1)
+        if isinstance(seed, bool) or not hasattr(seed, "__index__"):
+            raise invalid_type("seed", found=repr(seed), needed=needed)
+        return (int(seed) + 2**63) % 2**64 - 2**63
 
     def describe(self, a: Arguments) -> Problem:
         """The problem that prepared arguments pose. Raises where they do not fit together."""
@@ -168,11 +196,8 @@ class Adapter:
         """The call that a backend receives: nothing left to look up or to fill in."""
         fixed = {name: self.contiguous(getattr(a, name)) for name in problem.copies}
         a = replace(a, **fixed) if fixed else a
-        bias = a.bias
-        if bias is not None:
-            bias = bias.resolved(problem.size, lambda values: self.asarray(list(values), a.query))
         seed = None
-        if a.dropout_p > 0:
+        if problem.dropout_p > 0:
             seed = self.draw_seed(a.query) if a.seed is None else a.seed
         assert problem.scale is not None  # Problem fills it in
         return Call(
@@ -180,12 +205,12 @@ class Adapter:
             key=a.key,
             value=a.value,
             mask=a.mask,
-            bias=bias,
+            bias=a.bias,
             sinks=a.sinks,
             query_start=self._start(a, problem),
-            scale=float(problem.scale),
-            softcap=a.softcap,
-            dropout_p=float(a.dropout_p),
+            scale=problem.scale,
+            softcap=problem.softcap,
+            dropout_p=problem.dropout_p,
             seed=seed,
         )
 

@@ -18,6 +18,7 @@ class NumPyAdapter(Adapter):
 
     def attention(self, arguments: Arguments) -> Any:
         out, lse = self.plan(arguments).forward()
+        out = self.cast(out, arguments.query)
         return (out, lse) if arguments.return_lse else out
 
     def is_array(self, value: Any) -> bool:
@@ -44,7 +45,10 @@ class NumPyAdapter(Adapter):
         return np.ascontiguousarray(array)
 
     def clamp(self, array: Any, low: int, high: int) -> Any:
-        return np.clip(array, low, high)
+        return np.clip(array.astype(np.int64), low, high)
+
+    def cast(self, array: Any, like: Any) -> Any:
+        return array.astype(like.dtype, copy=False)
 
     def draw_seed(self, like: Any) -> Any:
         return int(np.random.randint(0, 2**63 - 1, dtype=np.int64))

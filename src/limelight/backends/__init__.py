@@ -1,6 +1,6 @@
 """Backends, one file each. A new one needs its file and its place in `BACKENDS`."""
 
-from limelight.backends.base import Backend, Reason, TileConfig
+from limelight.backends.base import Backend, Reason
 from limelight.backends.math import Math
 from limelight.backends.tiled import Tiled
 from limelight.backends.torch_cpu import TorchCPU
@@ -8,4 +8,4 @@ from limelight.backends.torch_cpu import TorchCPU
 # In the order in which they are tried: the first without a reason against the problem runs.
 BACKENDS: tuple[Backend, ...] = (TorchCPU(), Tiled(), Math())
 
-__all__ = ["BACKENDS", "Backend", "Reason", "TileConfig"]
+__all__ = ["BACKENDS", "Backend", "Reason"]

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 from limelight.call import Call, Gradients
 from limelight.problem import Problem
+from limelight.tuning import TileConfig
 
 
 @dataclass(frozen=True)
@@ -24,15 +25,6 @@ class Reason:
 
     def __str__(self) -> str:
         return f"{self.rule}; found {self.found}; {self.lift}" if self.lift else f"{self.rule}; {self.found}"
-
-
-@dataclass(frozen=True)
-class TileConfig:
-    """How a problem is cut. rows, keys: queries and keys of a tile. source: where it comes from."""
-
-    rows: int
-    keys: int
-    source: str
 
 
 class Backend:
@@ -53,7 +45,11 @@ class Backend:
         return None
 
     def forward(self, call: Call) -> tuple[Any, Any]:
-        """out [B, H, M, E] in the inputs' dtype, and the log-sum-exp [B, H, M], float32 or wider."""
+        """out [B, H, M, E] and the log-sum-exp [B, H, M], float32 (float64 for float64).
+
+        `out` may be wider than the inputs: the adapter rounds what the caller gets, and hands the
+        backward what it was given here.
+        """
         raise NotImplementedError
 
     def backward(

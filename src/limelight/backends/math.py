@@ -39,22 +39,10 @@ class Math(Backend):
     def forward(self, call: Call) -> tuple[Any, Any]:
         xp = array_namespace(call.query)
         dense = _dense(call, xp)
-        sinks = None if call.sinks is None else xp.astype(call.sinks, dense.at.dtype)
-        top = _row_max(dense.scores, sinks, xp)[..., None]
-        weights = xp.exp(dense.scores - top)
-        total = xp.sum(weights, axis=-1, keepdims=True)
-        if sinks is not None:
-            total = total + xp.exp(sinks[:, None, None] - top)
-        empty = total == 0
-        # Nothing divides by zero or takes its log, not even where the result is thrown away: the
-        # derivative of that would be NaN.
-        total = xp.where(empty, xp.ones_like(total), total)
-        probs = weights / total
-        lse = xp.where(empty, -xp.inf * xp.ones_like(total), xp.log(total) + top)[..., 0]
+        probs, lse, _ = _softmax(dense, call, xp)
         if dense.kept is not None:
             probs = probs * dense.kept
-        out = _matmul(probs, dense.value, call.group, xp)
-        return xp.astype(out, call.query.dtype), lse
+        return _matmul(probs, dense.value, call.group, xp), lse
 
     def backward(
         self, call: Call, out: Any, lse: Any, d_out: Any, d_lse: Any, wanted: Gradients
@@ -62,10 +50,8 @@ class Math(Backend):
         xp = array_namespace(call.query)
         dense = _dense(call, xp)
         dtype = dense.at.dtype
-        # exp(-inf - inf) is 0: rows that see nothing have no gradient, whatever arrives.
-        nothing = lse == -xp.inf
-        alive = xp.where(nothing, xp.inf * xp.ones_like(lse), lse)
-        probs = xp.exp(dense.scores - alive[..., None])
+        # Anew rather than from the LSE, which has no digits left where scores are huge.
+        probs, _, sink_probs = _softmax(dense, call, xp)
         delta = xp.zeros_like(lse) if d_lse is None else -xp.astype(d_lse, dtype)
         d_value = None
         d_probs = xp.zeros_like(probs)
@@ -81,7 +67,8 @@ class Math(Backend):
                 d_value = _matmul_t(dropped, d_out, call.group, xp)
         elif wanted.value:
             d_value = xp.zeros_like(dense.value)
-        delta = xp.where(nothing, xp.zeros_like(delta), delta)
+        # Rows that see nothing have no gradient, whatever arrives.
+        delta = xp.where(lse == -xp.inf, xp.zeros_like(delta), delta)
         d_scores = probs * (d_probs - delta[..., None])
 
         d_bias = [None] * len(wanted.bias)
@@ -93,8 +80,7 @@ class Math(Backend):
             call.bias.fold(d_scores, dense.at, xp, d_bias)
         d_sinks = None
         if wanted.sinks:
-            weight = xp.exp(xp.astype(call.sinks, dtype)[:, None] - alive)
-            d_sinks = -xp.sum(weight * delta, axis=(0, 2))
+            d_sinks = -xp.sum(sink_probs * delta, axis=(0, 2))
 
         d_products = d_scores * call.scale
         if call.softcap is not None:
@@ -142,9 +128,27 @@ def _dense(call: Call, xp: Any) -> _Dense:
         scores = xp.where(visible, scores, -xp.inf * xp.ones_like(scores))
     kept = None
     if call.dropout_p > 0:
-        factor = 0.0 if call.dropout_p == 1 else 1 / (1 - call.dropout_p)
-        kept = xp.astype(dropout.kept(at, call.seed, call.dropout_p, xp), dtype) * factor
+        dropped = dropout.dropped(at, call.seed, call.dropout_p, xp)
+        kept = xp.astype(~dropped, dtype) * dropout.rescale(call.dropout_p)
     return _Dense(query, key, value, at, capped, scores, kept)
+
+
+def _softmax(dense: _Dense, call: Call, xp: Any) -> tuple[Any, Any, Any]:
+    """Probabilities [B, H, M, N], LSE [B, H, M] and the sinks' probabilities [B, H, M] or None."""
+    sinks = None if call.sinks is None else xp.astype(call.sinks, dense.at.dtype)[:, None]
+    top = _row_max(dense.scores, sinks, xp)
+    weights = xp.exp(dense.scores - top[..., None])
+    total = xp.sum(weights, axis=-1)
+    sink_weights = None
+    if sinks is not None:
+        sink_weights = xp.exp(sinks - top)
+        total = total + sink_weights
+    empty = total == 0
+    # Nothing divides by zero or takes its log, not even where the result is thrown away: the
+    # derivative of that would be NaN.
+    total = xp.where(empty, xp.ones_like(total), total)
+    lse = xp.where(empty, -xp.inf * xp.ones_like(total), xp.log(total) + top)
+    return weights / total[..., None], lse, None if sinks is None else sink_weights / total
 
 
 def _seen(visible: Any, call: Call, xp: Any) -> Any:
@@ -164,7 +168,7 @@ def _row_max(scores: Any, sinks: Any, xp: Any) -> Any:
     else:
         top = xp.max(scores, axis=-1)
     if sinks is not None:
-        top = xp.maximum(top, sinks[:, None])
+        top = xp.maximum(top, sinks)
     return xp.where(top == -xp.inf, xp.zeros_like(top), top)
 
 

@@ -7,13 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from limelight.backends.base import Backend, Reason, TileConfig
+from limelight.backends.base import Backend, Reason
 from limelight.call import Call, Gradients
 from limelight.problem import Problem
-
-# Large enough for the matrix products and for the cost of a dozen PyTorch calls a tile, small
-# enough for a tile of several heads to stay in the last-level cache.
-TILES = TileConfig(rows=256, keys=512, source="measured on a 2-core x86-64 CPU")
+from limelight.tuning import TILED, TileConfig
 
 
 class Tiled(Backend):
@@ -28,16 +25,16 @@ class Tiled(Backend):
         ]
 
     def config(self, problem: Problem) -> TileConfig:
-        return TILES
+        return TILED
 
     def forward(self, call: Call) -> tuple[Any, Any]:
         from limelight.kernels import tiled
 
-        return tiled.forward(call, TILES)
+        return tiled.forward(call, TILED)
 
     def backward(
         self, call: Call, out: Any, lse: Any, d_out: Any, d_lse: Any, wanted: Gradients
     ) -> Gradients:
         from limelight.kernels import tiled
 
-        return tiled.backward(call, TILES, out, lse, d_out, d_lse, wanted)
+        return tiled.backward(call, TILED, out, lse, d_out, d_lse, wanted)

@@ -67,10 +67,10 @@ class ALiBi(Bias):
                 f"or ({size.batch}, {size.q_heads})",
             )
 
-    def resolved(self, size: Size, asarray: Callable[[Sequence[float]], Any]) -> Self:
+    def resolved(self, q_heads: int, asarray: Callable[[Sequence[float]], Any]) -> Self:
         if self.slopes is not None:
             return self
-        return type(self)(asarray(self.paper_slopes(size.q_heads)))
+        return type(self)(asarray(self.paper_slopes(q_heads)))
 
     def values(self, at: Tile, xp: Any) -> Any:
         slopes = self.slopes[None] if len(self.slopes.shape) == 1 else self.slopes[at.batches]

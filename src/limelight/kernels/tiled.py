@@ -19,19 +19,20 @@ import torch
 from torch import Tensor
 
 from limelight import dropout
-from limelight.backends.base import TileConfig
 from limelight.call import Call, Gradients
-from limelight.tile import Positions, Tile, TileState
+from limelight.tile import Tile, TileState, on_host
+from limelight.tuning import TileConfig
 
 # Scores in a tile of all its heads and batch elements together: 4 MB in float32.
 CHUNK_SCORES = 2**20
 
 
 def forward(call: Call, tiles: TileConfig) -> tuple[Tensor, Tensor]:
-    """out [B, H, M, E] in the query's dtype, laid out as (B, M, H, E), and the LSE [B, H, M]."""
+    """out [B, H, M, E], laid out as (B, M, H, E), and the LSE [B, H, M], in the compute dtype."""
     batch, heads, q_len, _ = call.size
     work = _Work(call, tiles)
-    out = call.query.new_empty((batch, q_len, heads, call.value.shape[3])).transpose(1, 2)
+    out = call.query.new_empty((batch, q_len, heads, call.value.shape[3]), dtype=work.dtype)
+    out = out.transpose(1, 2)
     lse = call.query.new_empty((batch, heads, q_len), dtype=work.dtype)
     for chunk in work.chunks():
         for rows in work.row_tiles():
@@ -41,7 +42,17 @@ def forward(call: Call, tiles: TileConfig) -> tuple[Tensor, Tensor]:
 
 
 def _forward_rows(chunk: _Chunk, rows: slice) -> tuple[Tensor, Tensor]:
-    """Online softmax over the keys that these rows see."""
+    row_max, row_sum, acc = _online_softmax(chunk, rows)
+    # A row that sees nothing: output 0, LSE log(0) = -inf.
+    out = acc / row_sum.masked_fill(row_sum == 0, 1.0) * dropout.rescale(chunk.call.dropout_p)
+    return out, (row_sum.log() + row_max).squeeze(-1)
+
+
+def _online_softmax(chunk: _Chunk, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
+    """The maximum, the sum of exp(score - maximum), and that sum weighted with the values.
+
+    [b, h, M, 1], [b, h, M, 1] and [b, h, M, E], over the keys that these rows see.
+    """
     query = chunk.query_rows(rows)
     row_max = query.new_full((*query.shape[:2], 1), -torch.inf)
     row_sum = torch.zeros_like(row_max)
@@ -53,7 +64,7 @@ def _forward_rows(chunk: _Chunk, rows: slice) -> tuple[Tensor, Tensor]:
         rescale = torch.exp(row_max - shift)
         row_sum.mul_(rescale).add_(weights.sum(dim=-1, keepdim=True))
         if chunk.call.dropout_p > 0:
-            weights.mul_(chunk.kept(tile.at))
+            weights.masked_fill_(chunk.dropped(tile.at), 0.0)
         acc.mul_(rescale).baddbmm_(weights, tile.value)
         row_max = new_max
     row_max, row_sum, acc = (chunk.ungrouped(t) for t in (row_max, row_sum, acc))
@@ -64,9 +75,7 @@ def _forward_rows(chunk: _Chunk, rows: slice) -> tuple[Tensor, Tensor]:
         rescale = torch.exp(row_max - shift)
         row_sum = row_sum * rescale + torch.exp(sinks - shift)
         acc, row_max = acc * rescale, new_max
-    # A row that sees nothing: output 0, LSE log(0) = -inf.
-    out = acc / row_sum.masked_fill(row_sum == 0, 1.0)
-    return out, (row_sum.log() + row_max).squeeze(-1)
+    return row_max, row_sum, acc
 
 
 def backward(
@@ -101,14 +110,19 @@ def backward(
             delta = (d_rows * out_rows).sum(dim=-1)
             if d_lse is not None:
                 delta = delta - d_lse[window].to(work.dtype)
-            # exp(-inf - inf) is 0: rows that see nothing have no gradient, whatever arrives.
             nothing = row_lse == -torch.inf
-            row_lse, delta = row_lse.masked_fill(nothing, torch.inf), delta.masked_fill(nothing, 0.0)
+            shift, row_sum = row_lse, None  # probability = exp(score - shift) / row_sum
+            if lse_lost_digits(row_lse):
+                shift, row_sum, _ = (t.squeeze(-1) for t in _online_softmax(chunk, rows))
+                row_sum = row_sum.masked_fill(nothing, 1.0)
+            # exp(-inf - inf) is 0: rows that see nothing have no gradient, whatever arrives.
+            shift, delta = shift.masked_fill(nothing, torch.inf), delta.masked_fill(nothing, 0.0)
             if d_sinks is not None:
-                weight = torch.exp(chunk.sinks()[:, None] - row_lse)
+                weight = torch.exp(chunk.sinks()[:, None] - shift)
+                weight = weight if row_sum is None else weight / row_sum
                 d_sinks[chunk.heads] -= (weight * delta).sum(dim=(0, 2))
             d_query_rows = _backward_rows(
-                chunk, rows, d_rows, row_lse, delta, d_keys, d_values, d_bias
+                chunk, rows, d_rows, shift, row_sum, delta, d_keys, d_values, d_bias
             )
             if d_query is not None:
                 d_query[window] = d_query_rows
@@ -133,7 +147,8 @@ def _backward_rows(
     chunk: _Chunk,
     rows: slice,
     d_rows: Tensor,
-    row_lse: Tensor,
+    shift: Tensor,
+    row_sum: Tensor | None,
     delta: Tensor,
     d_keys: Tensor,
     d_values: Tensor,
@@ -142,20 +157,24 @@ def _backward_rows(
     """Returns the gradient of these query rows; adds to those of keys, values and the bias."""
     call = chunk.call
     query = chunk.query_rows(rows)
-    d_rows, row_lse, delta = (
-        chunk.grouped(t) for t in (d_rows, row_lse[..., None], delta[..., None])
+    d_rows, shift, delta = (
+        chunk.grouped(t) for t in (d_rows, shift[..., None], delta[..., None])
     )
+    row_sum = None if row_sum is None else chunk.grouped(row_sum[..., None])
+    d_rows = d_rows * dropout.rescale(call.dropout_p)
     d_query = torch.zeros_like(query)
     for tile in chunk.score_tiles(query, rows, slopes=True):
         keys = tile.at.keys
-        probs = tile.scores.sub_(row_lse).exp_()
+        probs = tile.scores.sub_(shift).exp_()
+        if row_sum is not None:
+            probs.div_(row_sum)
         d_probs = torch.bmm(d_rows, tile.value.mT, out=chunk.work.buffer("d_probs", probs.shape))
+        survived = probs
         if call.dropout_p > 0:
-            kept = chunk.kept(tile.at)
-            d_values[:, keys].baddbmm_((probs * kept).mT, d_rows)
-            d_probs.mul_(kept)
-        else:
-            d_values[:, keys].baddbmm_(probs.mT, d_rows)
+            dropped = chunk.dropped(tile.at)
+            survived = probs.masked_fill(dropped, 0.0)
+            d_probs.masked_fill_(dropped, 0.0)
+        d_values[:, keys].baddbmm_(survived.mT, d_rows)
         d_scores = d_probs.sub_(delta).mul_(probs)
         if call.bias is not None and any(gradient is not None for gradient in d_bias):
             call.bias.fold(chunk.ungrouped(d_scores), tile.at, xp, d_bias)
@@ -164,6 +183,18 @@ def _backward_rows(
         d_keys[:, keys].baddbmm_(d_scores.mT, query)
         d_query.baddbmm_(d_scores, tile.key)
     return chunk.ungrouped(d_query.mul_(call.scale))
+
+
+def lse_lost_digits(lse: Tensor) -> bool:
+    """Whether some row's LSE is so large that exp(score - LSE) is no probability any more.
+
+    Beside a maximum of 1e4, float32 has few digits left for the logarithm of the sum; beside its
+    own minimum, with which some models mask, it has none. Always False on a device, which would
+    have to be waited for.
+    """
+    if not on_host(lse):
+        return False
+    return bool(((lse.abs() > 1e4) & (lse != -torch.inf)).any())
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,11 +286,10 @@ class _Chunk:
     def sinks(self) -> Tensor:
         return self.call.sinks[self.heads].to(self.work.dtype)
 
-    def kept(self, at: Tile) -> Tensor:
-        """[b g, group M, N]: what dropout multiplies the weights by."""
-        p = self.call.dropout_p
-        kept = dropout.kept(at, self.call.seed, p, xp).to(self.work.dtype)
-        return self.grouped(kept.mul_(0.0 if p == 1 else 1 / (1 - p)))
+    def dropped(self, at: Tile) -> Tensor:
+        """[b g, group M, N]: True where dropout drops a weight."""
+        call = self.call
+        return self.grouped(dropout.dropped(at, call.seed, call.dropout_p, xp))
 
     def score_tiles(self, query: Tensor, rows: slice, slopes: bool = False) -> Iterator[_ScoreTile]:
         """The tiles with keys that these rows may see, in order."""

@@ -72,6 +72,7 @@ class Documents(Mask):
         inside = (at.q_pos >= 0) & (at.q_pos < kv_len)
         position = xp.where(inside, at.q_pos, xp.zeros_like(at.q_pos))
         ids = self.ids[position] if len(self.ids.shape) == 1 else self.ids[at.batch, position]
+        ids = xp.astype(ids, xp.int64)
         return xp.where(inside, ids, xp.full_like(ids, -1))
 
     def tile_state(self, at: Tile) -> TileState:

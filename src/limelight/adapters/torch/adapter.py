@@ -42,6 +42,12 @@ class TorchAdapter(Adapter):
                 found=f"a tensor on {value.device}",
                 needed=f"one on {like.device}, as query is",
             )
+        if value.layout != torch.strided:
+            raise invalid_type(
+                "mask, bias, sinks or query_start",
+                found=f"a tensor of layout {value.layout}",
+                needed="a strided tensor",
+            )
         return value
 
     def layout(self, array: Any) -> Layout:
@@ -77,7 +83,13 @@ class TorchAdapter(Adapter):
         return array.contiguous()
 
     def clamp(self, array: Any, low: int, high: int) -> Any:
-        return array.clamp(low, high)
+        return array.to(torch.int64).clamp(low, high)
+
+    def cast(self, array: Any, like: Any) -> Any:
+        return array.to(like.dtype)
+
+    def untracked(self) -> Any:
+        return torch.no_grad()
 
     def draw_seed(self, like: Any) -> Any:
         return torch.randint(2**62, (1,), device=like.device)
@@ -106,7 +118,7 @@ class TorchAdapter(Adapter):
                     needed=f"one on {query.device}, as query is",
                 )
         kind = query.device.type
-        if torch.is_autocast_enabled(kind):
+        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
             cast = {
                 name: getattr(a, name).to(dtype)
@@ -118,7 +130,10 @@ class TorchAdapter(Adapter):
 
     def choice(self, a: Arguments, restriction: tuple[str, ...] | None) -> Choice:
         key = (restriction, *self._key(a))
-        choice = self._choices.get(key)
+        try:
+            choice = self._choices.get(key)
+        except TypeError:  # something unhashable where a number belongs: this says which
+            return super().choice(a, restriction)
         if choice is None:
             choice = super().choice(a, restriction)
             if len(self._choices) >= _PLANS:
@@ -133,7 +148,7 @@ class TorchAdapter(Adapter):
         for term in (a.mask, a.bias):
             if term is None:
                 continue
-            rest.append(term.spec() if hasattr(term, "spec") else object())
+            rest.append(term.spec())
             tensors += term.tensors()
         start = a.query_start
         for extra in (a.sinks, start if isinstance(start, Tensor) else None):
@@ -145,12 +160,9 @@ class TorchAdapter(Adapter):
         start = "tensor" if isinstance(start, Tensor) else start
         return (
             a.query.device,
-            start,
-            type(start),
-            a.scale,
-            a.softcap,
+            # With their types, as True equals 1 and is refused where 1 is not.
+            *((number, type(number)) for number in (start, a.scale, a.softcap, a.dropout_p)),
             a.sinks is None,
-            a.dropout_p,
             a.return_lse,
             a.deterministic,
             torch.are_deterministic_algorithms_enabled(),
@@ -165,6 +177,7 @@ class TorchAdapter(Adapter):
             plan = self.plan(arguments)
             with_gradients = plan.choice.problem.gradients
             out, lse = eager.attention(plan) if with_gradients else plan.forward()
+            out = self.cast(out, plan.call.query)
         return (out, lse) if arguments.return_lse else out
 
 
@@ -186,7 +199,9 @@ def _cuda_device(index: int) -> Device:
 
 def _is_traced(query: Tensor) -> bool:
     """Whether the call is being recorded (compiled, exported, faked) rather than run."""
-    return torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None
+    if torch.compiler.is_compiling() or query.is_meta:
+        return True
+    return _get_current_dispatch_mode() is not None
 
 
 ADAPTER = TorchAdapter()

@@ -26,11 +26,12 @@ def attention(plan: Plan) -> tuple[Tensor, Tensor]:
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, shell: Call, choice: Choice, *tensors: Any) -> tuple[Tensor, Tensor]:
-        out, lse = Plan(shell.with_tensors(list(tensors)), choice).forward()
-        ctx.save_for_backward(out, lse, *tensors)
+        call = shell.with_tensors(list(tensors))
+        wide, lse = Plan(call, choice).forward()
+        ctx.save_for_backward(wide, lse, *tensors)
         ctx.shell, ctx.choice = shell, choice
         ctx.set_materialize_grads(False)
-        return out, lse
+        return wide.to(call.query.dtype), lse
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> Any:  # type: ignore[override]

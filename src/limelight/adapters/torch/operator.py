@@ -134,6 +134,7 @@ def _attention(
     dropout_p: float,
 ) -> tuple[Tensor, Tensor]:
     out, lse = _plan(tensors, spec, start, scale, softcap, dropout_p).forward()
+    out = out.to(tensors[0].dtype)
     return _as_promised(out, _empty_out(tensors[0], tensors[2])), lse.contiguous()
 
 

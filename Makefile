@@ -1,0 +1,33 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+# Each makes the virtual environment first, once.
+
+VENV := .venv
+PYTHON := $(VENV)/bin/python
+# A CPU build of torch is enough here, and small; a GPU machine may bring its own: see CONTRIBUTING.
+TORCH := torch==2.13.0
+
+.PHONY: demo test lint format clean
+
+demo: $(VENV)/ready
+	$(PYTHON) -m limelight.cli demo --question "Which planet has rings?"
+
+test: $(VENV)/ready
+	$(PYTHON) -m pytest -n auto
+
+lint: $(VENV)/ready
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/pyright
+
+format: $(VENV)/ready
+	$(VENV)/bin/ruff format .
+	$(VENV)/bin/ruff check --fix .
+
+$(VENV)/ready: pyproject.toml constraints.txt
+	python3 -m venv $(VENV)
+	$(PYTHON) -m pip install --quiet --disable-pip-version-check "$(TORCH)" -c constraints.txt
+	$(PYTHON) -m pip install --quiet --disable-pip-version-check -e ".[demo,dev]" -c constraints.txt
+	touch $@
+
+clean:
+	rm -rf $(VENV)

@@ -1,0 +1,193 @@
+"""PyTorch's flash attention operator for the CPU, with its faults worked around.
+
+Seen in torch 2.13 and put right here, each with a test:
+- a scale of 0 or less with `is_causal` gives NaN, and large scores lose digits between forward and
+  backward: the scale goes into the query, and the operator's own is 1;
+- half precision accumulates gradients in half, and is slow without native half products: the
+  operator runs in float32;
+- a NaN in keys or values that nothing sees reaches outputs and gradients: keys past a batch
+  element's length are cut off, and others that a mask hides from every query are zeroed;
+- an empty row has the LSE 0: it is set to -inf;
+- a row of NaN scores gives 0 where there are fewer keys than a vector holds, unless there is a mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from limelight.call import Call, Gradients
+from limelight.kernels import tiled
+from limelight.tuning import TILED
+
+if TYPE_CHECKING:
+    from limelight.backends.torch_cpu import Terms
+
+_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+_VECTOR = 16  # elements of the widest vector (AVX-512, float32)
+
+
+def forward(call: Call, terms: Terms) -> tuple[Tensor, Tensor]:
+    """out [B, H, M, E] in the compute dtype, and the LSE [B, H, M]."""
+    query, key, value = _inputs(call, terms)
+    batch, heads, q_len, _ = query.shape
+    parts = list(_parts(call, terms))
+    if len(parts) == 1 and parts[0].kv_len > 0:
+        return _forward_part(query, key, value, parts[0])
+    out = query.new_zeros((batch, q_len, heads, value.shape[3])).transpose(1, 2)
+    lse = query.new_full((batch, heads, q_len), -torch.inf)
+    for part in parts:
+        if part.kv_len > 0:
+            b = part.batches
+            out[b], lse[b] = _forward_part(query[b], key[b], value[b], part)
+    return out, lse
+
+
+def _forward_part(
+    query: Tensor, key: Tensor, value: Tensor, part: _Part
+) -> tuple[Tensor, Tensor]:
+    keys = slice(0, part.kv_len)
+    mask = part.mask
+    if mask is None and part.kv_len < _VECTOR:
+        mask = query.new_zeros((1, 1))
+    out, lse = _forward(
+        query, key[:, :, keys], value[:, :, keys], 0.0, part.causal, attn_mask=mask, scale=1.0
+    )
+    if part.mask is not None and bool((lse == 0).any()):
+        lse = lse.masked_fill(_empty_rows(part), -torch.inf)
+    return out, lse
+
+
+def backward(
+    call: Call,
+    terms: Terms,
+    out: Tensor,
+    lse: Tensor,
+    d_out: Tensor | None,
+    d_lse: Tensor | None,
+    wanted: Gradients,
+) -> Gradients:
+    """The gradients, each in its input's dtype; the operator always makes all three."""
+    if d_out is None or d_lse is not None or tiled.lse_lost_digits(lse):
+        # What the operator cannot do, or does wrong.
+        return tiled.backward(call, TILED, out, lse, d_out, d_lse, wanted)
+    nothing = lse == -torch.inf
+    lse = lse.masked_fill(nothing, 0.0)
+    query, key, value = _inputs(call, terms)
+    d_out, out = d_out.to(query.dtype), out.to(query.dtype)
+    if not _finite(d_out):
+        d_out = d_out.masked_fill(nothing[..., None], 0.0)
+    d_query = torch.empty_like(call.query)
+    d_key, d_value = torch.empty_like(call.key), torch.empty_like(call.value)
+    for part in _parts(call, terms):
+        b, keys = part.batches, slice(0, part.kv_len)
+        d_key[b, :, part.kv_len :] = 0
+        d_value[b, :, part.kv_len :] = 0
+        if part.kv_len == 0:
+            d_query[b] = 0
+            continue
+        gradients = _backward(
+            d_out[b],
+            query[b],
+            key[b, :, keys],
+            value[b, :, keys],
+            out[b],
+            lse[b],
+            0.0,
+            part.causal,
+            attn_mask=part.mask,
+            scale=1.0,
+        )
+        d_query[b] = gradients[0] * call.scale
+        d_key[b, :, keys], d_value[b, :, keys] = gradients[1:]
+    return Gradients(
+        d_query if wanted.query else None,
+        d_key if wanted.key else None,
+        d_value if wanted.value else None,
+        None,
+        (None,) * len(wanted.bias),
+    )
+
+
+class _Part:
+    """Neighbouring batch elements with the same number of keys: one call of the operator."""
+
+    def __init__(self, batches: slice, kv_len: int, causal: bool, mask: Tensor | None) -> None:
+        self.batches, self.kv_len, self.causal, self.mask = batches, kv_len, causal, mask
+
+
+def _parts(call: Call, terms: Terms) -> Iterator[_Part]:
+    batch, _, q_len, kv_len = call.size
+    # From the top left, queries see no more keys than they are.
+    most = min(kv_len, q_len) if terms.causal else kv_len
+    lengths = [most] * batch
+    if terms.lengths is not None:
+        lengths = [max(0, min(most, n)) for n in terms.lengths.lengths.tolist()]
+    mask = _dense_mask(call, terms)
+    start = 0
+    for length, run in groupby(lengths):
+        batches = slice(start, start + len(list(run)))
+        start = batches.stop
+        part = None
+        if mask is not None:
+            part = mask if mask.shape[0] == 1 else mask[batches]
+            part = part if part.shape[3] == 1 else part[..., :length]
+        yield _Part(batches, length, terms.causal, part)
+
+
+def _dense_mask(call: Call, terms: Terms) -> Tensor | None:
+    """Mask and bias as one floating-point tensor of four dimensions, as broadcast as they are."""
+    dtype = _compute_dtype(call)
+    mask = None
+    if terms.bias is not None:
+        mask = terms.bias.tensor.detach().to(dtype)
+    if terms.mask is not None:
+        hidden = torch.tensor(-torch.inf, dtype=dtype)
+        shown = torch.zeros((), dtype=dtype) if mask is None else mask
+        mask = torch.where(terms.mask.tensor, shown, hidden)
+    return None if mask is None else mask[(None,) * (4 - mask.dim())]
+
+
+def _inputs(call: Call, terms: Terms) -> tuple[Tensor, Tensor, Tensor]:
+    """query (scaled), key and value in the compute dtype, safe for the operator."""
+    dtype = _compute_dtype(call)
+    query = call.query.detach().to(dtype) * call.scale
+    key, value = call.key.detach().to(dtype), call.value.detach().to(dtype)
+    if terms.mask is None and terms.bias is None:
+        return query, key, value
+    # What a dense mask hides from everything is multiplied by 0, which a NaN survives. A sum finds
+    # one at a hundredth of the attention's cost.
+    if not (_finite(query) and _finite(key) and _finite(value)):
+        mask = _dense_mask(call, terms)
+        assert mask is not None
+        visible = (mask != -torch.inf).expand(call.size)
+        group = call.query.shape[1] // call.key.shape[1]
+        unseen = ~visible.any(dim=2).unflatten(1, (-1, group)).any(dim=2)[..., None]
+        query = query.masked_fill(~visible.any(dim=3, keepdim=True), 0.0)
+        key, value = key.masked_fill(unseen, 0.0), value.masked_fill(unseen, 0.0)
+    return query, key, value
+
+
+def _empty_rows(part: _Part) -> Tensor:
+    """[B or 1, H or 1, M or 1]: the rows in which the mask hides every key that causality leaves."""
+    assert part.mask is not None
+    visible = part.mask != -torch.inf
+    if part.causal:
+        rows = max(part.kv_len, visible.shape[2])
+        triangle = torch.ones((rows, part.kv_len), dtype=torch.bool).tril()
+        visible = visible & triangle
+    return ~visible.any(dim=-1)
+
+
+def _compute_dtype(call: Call) -> torch.dtype:
+    return torch.float64 if call.query.dtype == torch.float64 else torch.float32
+
+
+def _finite(tensor: Tensor) -> bool:
+    return bool(torch.isfinite(tensor.sum()))
