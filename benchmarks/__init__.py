@@ -1,0 +1,1 @@
+"""Benchmarks: named problems, peers measured in the same run, results as JSON."""
