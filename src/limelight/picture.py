@@ -11,11 +11,15 @@ from limelight.masks import Mask
 from limelight.tile import Positions, Size
 
 
-def dense(term: Mask | Bias, q_len: int, kv_len: int, *, heads: int = 1, query_start: int = 0) -> Any:
+def dense(
+    term: Mask | Bias, q_len: int, kv_len: int, *, heads: int = 1, query_start: int = 0
+) -> Any:
     """The values [heads, q_len, kv_len] of a mask or bias for one batch element."""
     size = Size(1, heads, q_len, kv_len)
     term = term.resolved(heads, np.asarray).map_tensors(np.asarray)
-    at = Positions.of(np, size=size, dtype=np.float64, device="cpu", query_start=query_start).whole()
+    at = Positions.of(
+        np, size=size, dtype=np.float64, device="cpu", query_start=query_start
+    ).whole()
     return np.broadcast_to(term.values(at, np), (1, heads, q_len, kv_len))[0]
 
 

@@ -77,11 +77,14 @@ def attention(
         if d_out is None:
             return Reference(out, lse, None)
 
-        d_out = np.asarray(d_out, np.float64)
-        d_lse = np.zeros_like(lse) if d_lse is None else np.asarray(d_lse, np.float64)
+        # Rows that see nothing have no gradient, whatever arrives or the query holds.
+        nothing = np.isneginf(lse)
+        query = np.where(nothing[..., None], 0.0, query)
+        d_out = np.where(nothing[..., None], 0.0, np.asarray(d_out, np.float64))
+        d_lse = np.where(nothing, 0.0, 0.0 if d_lse is None else np.asarray(d_lse, np.float64))
         d_values = (probs * kept).swapaxes(2, 3) @ d_out
         d_probs = (d_out @ all_values.swapaxes(2, 3)) * kept
-        delta = np.where(np.isneginf(lse), 0.0, (d_out * out).sum(axis=-1) - d_lse)
+        delta = (d_out * out).sum(axis=-1) - d_lse
         d_scores = probs * (d_probs - delta[..., None])
         d_capped = d_scores if softcap is None else d_scores * (1 - (capped / softcap) ** 2)
         d_query = scale * d_capped @ all_keys

@@ -1,8 +1,8 @@
 """What masks and biases share: a term is a frozen dataclass, some of whose fields are tensors.
 
-The same term exists in three forms: with the caller's tensors, with a `Layout` in the place of each
-tensor (in a `Problem`, which holds no data), and as a canonical string beside a list of tensors (the
-form in which a compiled graph carries it).
+The same term exists in three forms: with the caller's tensors; with a `Layout` in the place of
+each tensor (in a `Problem`, which holds no data); and as canonical text beside a list of tensors,
+which is how a compiled graph carries it.
 """
 
 from __future__ import annotations
