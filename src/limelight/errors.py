@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from numbers import Integral
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 if TYPE_CHECKING:
     from limelight.dispatch import Choice
@@ -25,7 +25,7 @@ def invalid(argument: str, *, found: object, needed: str) -> ValueError:
     return ValueError(f"{argument}: found {found}, needed {needed}")
 
 
-def is_integer(value: object) -> bool:
+def is_integer(value: object) -> TypeGuard[int]:
     """Whether a value is an integer of Python's or NumPy's; True and False are not."""
     return isinstance(value, (int, Integral)) and not isinstance(value, bool)
 

@@ -59,7 +59,7 @@ def attention(
     with np.errstate(invalid="ignore", over="ignore"):
         visible = _visible(mask, bias, at)
         # What no query sees must not be touched: 0 * NaN is NaN.
-        seen = visible.any(axis=2).reshape(batch, kv_heads, group, kv_len).any(axis=2)[..., None]
+        seen = visible.any(axis=2).reshape(batch, kv_heads, group, kv_len, 1).any(axis=2)
         key, value = np.where(seen, key, 0.0), np.where(seen, value, 0.0)
         all_keys, all_values = (np.repeat(array, group, axis=1) for array in (key, value))
 
@@ -110,7 +110,7 @@ def _visible(mask: Mask | None, bias: Bias | None, at: Tile) -> np.ndarray:
     if mask is not None:
         visible &= mask.values(at, np)
     if bias is not None:
-        visible &= ~np.isneginf(bias.values(at, np))
+        visible &= np.not_equal(bias.values(at, np), -np.inf)
     return visible
 
 

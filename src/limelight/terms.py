@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -88,6 +89,7 @@ class Term:
         return term
 
 
+@dataclass(frozen=True)
 class Composite(Term):
     """A term made of others: `children`."""
 

@@ -338,7 +338,7 @@ class _Chunk:
         if state == TileState.PARTIAL and call.mask is not None:
             visible = call.mask.values(at, xp)
         bias = None if call.bias is None else call.bias.values(at, xp)
-        if bias is not None and call.bias.hides():
+        if call.bias is not None and call.bias.hides():
             shown = bias != -torch.inf
             visible = shown if visible is None else visible & shown
         if visible is not None:

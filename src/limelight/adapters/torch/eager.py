@@ -59,7 +59,8 @@ class _AttentionBackward(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         call = shell.with_tensors(list(tensors))
         parameters = len(call.bias.tensors()) if call.bias is not None else 0
-        wanted = Gradients(*needs[:4], needs[4 : 4 + parameters])
+        query, key, value, sinks, *rest = needs
+        wanted = Gradients(query, key, value, sinks, tuple(rest[:parameters]))
         gradients = TorchPlan(call, choice).backward(out, lse, d_out, d_lse, wanted)
         ctx.save_for_backward(d_out, d_lse, *tensors)
         ctx.shell, ctx.choice, ctx.needs = shell, choice, needs
