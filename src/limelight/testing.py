@@ -209,11 +209,11 @@ def magnitudes(
         start = starts(options.get("query_start"), options.get("mask"), query.shape[2], key.shape[2])
         size = Size(*query.shape[:3], key.shape[2])
         at = Positions.of(np, size=size, dtype=np.float64, device="cpu", query_start=start).whole()
-        folded = [np.zeros(tensor.shape) for tensor in bias.tensors()[:-1]]
-        resolved = given.map_tensors(as_numpy)
-        if folded:
-            resolved.fold(terms, at, np, folded)
-        sizes |= {f"bias.{n}": np.abs(part) for n, part in enumerate(folded)}
+        resolved = given.resolved(size, np.asarray).map_tensors(as_numpy)
+        folded = [np.zeros(tensor.shape) for tensor in resolved.tensors()]
+        resolved.fold(terms, at, np, folded)
+        own = _of_own_tensors(given, folded)
+        sizes |= {f"bias.{n}": np.abs(part) for n, part in enumerate(own)}
     return sizes
 
 
@@ -263,8 +263,8 @@ def check(
         for name, tensor, gradient in zip(
             ("query", "key", "value", "sinks", *(f"bias.{n}" for n in range(len(parameters)))),
             (*inputs[:4], *inputs.bias),
-            (*expected.gradients[:4], *expected.gradients.bias),
-            strict=False,
+            (*expected.gradients[:4], *_of_own_tensors(bias, expected.gradients.bias)),
+            strict=True,
         )
         if getattr(tensor, "requires_grad", False)
     ]
@@ -281,6 +281,17 @@ def check(
             size = magnitudes(query, key, value, d_out, d_lse, **options).get(name, 0.0)
             slack = 2 * ROUNDING[_name(query.dtype)] * size
             assert_close(f"d_{name}", gradient, right, limit, slack=slack)
+
+
+def _of_own_tensors(bias: Any, gradients: Any) -> list[Any]:
+    """Of the gradients of all a bias's tensors, those of tensors that the caller gave."""
+    rest, own = iter(gradients), []
+    for part in bias.parts() if bias is not None else ():
+        given = len(part.tensors())
+        every = len(part.resolved(Size(1, 1, 1, 1), np.asarray).tensors())
+        of_part = [next(rest) for _ in range(every)]
+        own += of_part if given else []
+    return own
 
 
 def _name(dtype: Any) -> str:
