@@ -103,7 +103,7 @@ def attention_vjp(
     sinks) and `bias` (a tuple, one gradient per tensor of the bias).
 
     >>> import numpy as np
-    >>> x = np.ones((1, 2, 3, 4), np.float32)
+    >>> x = np.ones((1, 2, 3, 4))
     >>> out, pullback = attention_vjp(x, x, x, mask=Causal())
     >>> pullback(np.ones_like(out)).value[0, 0, :, 0].round(2).tolist()
     [1.83, 0.83, 0.33]
