@@ -1,4 +1,4 @@
-"""Models of transformers give the same outputs and gradients on limelight as on their own attention."""
+"""Models of transformers give the same outputs and gradients on limelight as without it."""
 
 from __future__ import annotations
 
@@ -100,7 +100,9 @@ def run(model, implementation, mask, **inputs):
     real = hidden if mask is None else hidden[mask.bool()]
     torch.manual_seed(7)
     (real * torch.randn_like(real)).sum().backward()
-    return real.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return real.detach(), {
+        n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None
+    }
 
 
 def assert_same(got, want):
@@ -110,7 +112,9 @@ def assert_same(got, want):
     assert gradients.keys() == want_gradients.keys()
     for name, gradient in want_gradients.items():
         scale = max(1.0, float(gradient.abs().max()))
-        torch.testing.assert_close(gradients[name], gradient, rtol=1e-3, atol=2e-5 * scale, msg=name)
+        torch.testing.assert_close(
+            gradients[name], gradient, rtol=1e-3, atol=2e-5 * scale, msg=name
+        )
 
 
 @pytest.mark.parametrize("side", ["none", "right", "left"])
@@ -157,7 +161,9 @@ def test_t5_with_its_relative_bias(side):
     with ll.record() as calls:
         got = outcome("limelight")
     assert_same(got, want)
-    biased = [n for n, gradient in got[1].items() if "relative_attention_bias" in n and gradient.any()]
+    biased = [
+        n for n, gradient in got[1].items() if "relative_attention_bias" in n and gradient.any()
+    ]
     assert len(biased) == 2
     assert any(call.choice.problem.bias is not None for call in calls)
 
@@ -280,7 +286,13 @@ def paddings(length):
     left[0], right[0] = torch.arange(length) >= 3, torch.arange(length) < length - 3
     nothing = right.clone()
     nothing[1] = False
-    return {"full": torch.ones_like(holes), "left": left, "right": right, "holes": holes, "nothing": nothing}
+    return {
+        "full": torch.ones_like(holes),
+        "left": left,
+        "right": right,
+        "holes": holes,
+        "nothing": nothing,
+    }
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -316,7 +328,13 @@ def test_mask_is_that_of_sdpa(shape, causal):
 
 def test_other_masks_are_sdpas_own():
     function = masking_utils.sliding_window_causal_mask_function(3)
-    arguments = {"batch_size": 1, "q_length": 8, "kv_length": 8, "mask_function": function, "local_size": 3}
+    arguments = {
+        "batch_size": 1,
+        "q_length": 8,
+        "kv_length": 8,
+        "mask_function": function,
+        "local_size": 3,
+    }
     got = plugin.attention_mask(**arguments)
     assert not isinstance(got, LazyMask)
     assert torch.equal(got, masking_utils.sdpa_mask(**arguments))
@@ -388,7 +406,9 @@ def test_position_bias_and_gradient(causal):
     want = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, torch.where(visible, bias, -torch.inf), enable_gqa=True
     )
-    out, _ = attention_forward(Layer(), query, key, value, None, position_bias=bias, is_causal=causal)
+    out, _ = attention_forward(
+        Layer(), query, key, value, None, position_bias=bias, is_causal=causal
+    )
     torch.testing.assert_close(out, want.transpose(1, 2))
     up = torch.randn_like(out)
     (got_grad,) = torch.autograd.grad(out, bias, up)
@@ -401,7 +421,9 @@ def test_one_query_is_never_causal():
     module = Layer()
     module.is_causal = True
     out, _ = attention_forward(module, query[:, :, :1], key, value, None)
-    want = torch.nn.functional.scaled_dot_product_attention(query[:, :, :1], key, value, enable_gqa=True)
+    want = torch.nn.functional.scaled_dot_product_attention(
+        query[:, :, :1], key, value, enable_gqa=True
+    )
     torch.testing.assert_close(out, want.transpose(1, 2))
 
 

@@ -1,7 +1,7 @@
-"""An example of every mask and bias: what pictures, `limelight show` and `limelight explain` draw on.
+"""An example of every mask and bias, for pictures, `limelight show` and `limelight explain`.
 
-A class whose fields all have defaults needs no entry. Tensors are described before they are made, so
-that one can be asked about at any size.
+A class whose fields all have defaults needs no entry. Tensors are described before they are made,
+so that one can be asked about at any size.
 """
 
 from __future__ import annotations
@@ -122,5 +122,7 @@ def example(kind: type[Term], size: Size, given: dict[str, Any] | None = None) -
         if field.name not in values
     ]
     if missing:
-        raise invalid(spelled(kind), found=f"no {' and no '.join(missing)}", needed="a value for it")
+        raise invalid(
+            spelled(kind), found=f"no {' and no '.join(missing)}", needed="a value for it"
+        )
     return kind(**values)  # type: ignore[return-value]

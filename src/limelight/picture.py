@@ -18,7 +18,7 @@ from limelight.tile import Positions, Size
 if TYPE_CHECKING:
     from rich.text import Text
 
-# Colours of a value from 0 to 1, evenly spaced (matplotlib's viridis); and of hidden and visible keys.
+# Colours of a value from 0 to 1, evenly spaced (matplotlib's viridis), and of keys.
 SCALE = ((68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (253, 231, 37))
 HIDDEN = (38, 38, 44)
 VISIBLE = (190, 242, 60)
@@ -31,7 +31,9 @@ def dense(
     """The values [heads, q_len, kv_len] of a mask or bias for one batch element."""
     size = Size(1, heads, q_len, kv_len)
     term = term.resolved(heads, np.asarray).map_tensors(np.asarray)
-    at = Positions.of(np, size=size, dtype=np.float64, device="cpu", query_start=query_start).whole()
+    at = Positions.of(
+        np, size=size, dtype=np.float64, device="cpu", query_start=query_start
+    ).whole()
     return np.broadcast_to(term.values(at, np), (1, heads, q_len, kv_len))[0]
 
 
@@ -54,9 +56,10 @@ def terminal(
 ) -> Text:
     """One head's values [q_len, kv_len] drawn with half blocks, a cell for each query and key.
 
-    values: bool, or numbers, of which those that are not finite are drawn as hidden. colour: without
-    it, numbers become shades, a whole character each. limits: the values at the ends of the colour
-    scale. width: columns to fit into; of wider matrices only every n-th key and query is drawn.
+    values: bool, or numbers, of which those that are not finite are drawn as hidden. colour:
+    without it, numbers become shades, a whole character each. limits: the values at the ends of
+    the colour scale. width: columns to fit into; of wider matrices only every n-th key and query
+    is drawn.
 
     >>> print(terminal(np.tri(4, 8, 4, dtype=bool), colour=False))
     queries ↓  keys →
@@ -92,14 +95,18 @@ def terminal(
                     text.append("▀", style=top)
         else:
             below = values[row + 1] if row + 1 < q_len else np.zeros(kv_len, bool)
-            blocks = (" ▄▀█"[2 * int(up) + int(down)] for up, down in zip(values[row], below, strict=True))
+            blocks = (
+                " ▄▀█"[2 * int(up) + int(down)] for up, down in zip(values[row], below, strict=True)
+            )
             text.append("".join(blocks))
     if not colour:
         text = Text("\n".join(line.rstrip() for line in text.plain.split("\n")))
     return text
 
 
-def legend(values: np.ndarray, *, colour: bool = True, limits: tuple[float, float] | None = None) -> Text:
+def legend(
+    values: np.ndarray, *, colour: bool = True, limits: tuple[float, float] | None = None
+) -> Text:
     """What the colours (or, without colour, the characters) of `terminal` mean."""
     from rich.text import Text
 
@@ -108,7 +115,7 @@ def legend(values: np.ndarray, *, colour: bool = True, limits: tuple[float, floa
             swatches = (("  ", f"on {_hex(VISIBLE)}"), " visible   ", ("  ", f"on {_hex(HIDDEN)}"))
             return Text.assemble(*swatches, " hidden")
         return Text("█ visible, blank hidden")
-    low, high = limits or _limits(values)
+    low, high = limits or limits_of(values)
     text = Text(f"{low:.4g} ")
     if colour:
         for place in np.linspace(0.0, 1.0, 24):
@@ -120,11 +127,13 @@ def legend(values: np.ndarray, *, colour: bool = True, limits: tuple[float, floa
         if colour:
             text.append("   ").append("  ", style=f"on {_hex(HIDDEN)}").append(" hidden")
         else:
-            text.append("   × hidden")
+            text.append("   · hidden")
     return text
 
 
-def save_png(panels: Sequence[tuple[str, np.ndarray]], path: str | Path, *, title: str = "") -> None:
+def save_png(
+    panels: Sequence[tuple[str, np.ndarray]], path: str | Path, *, title: str = ""
+) -> None:
     """Writes matrices side by side as one heat map with axes and a scale. Needs matplotlib.
 
     panels: a name and values [q_len, kv_len] for each; they share one colour scale.
@@ -137,15 +146,18 @@ def save_png(panels: Sequence[tuple[str, np.ndarray]], path: str | Path, *, titl
     figure = Figure(figsize=(4.2 * len(panels) + 0.8, 4.6), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     every = np.stack([values for _, values in panels])
-    hidden, visible = (tuple(part / 255 for part in colour) for colour in (HIDDEN, VISIBLE))
+    hidden, visible = _hex(HIDDEN), _hex(VISIBLE)
     axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    shown = None
     for axis, (name, values) in zip(axes, panels, strict=True):
         if values.dtype == bool:
             shown = axis.imshow(values, cmap=ListedColormap([hidden, visible]), vmin=0, vmax=1)
         else:
-            low, high = _limits(every)
+            low, high = limits_of(every)
             finite = np.ma.masked_invalid(values)
-            shown = axis.imshow(finite, cmap="viridis", vmin=low, vmax=high, interpolation="nearest")
+            shown = axis.imshow(
+                finite, cmap="viridis", vmin=low, vmax=high, interpolation="nearest"
+            )
             axis.set_facecolor(hidden)
         axis.set_title(name)
         axis.set_xlabel("keys")
@@ -155,20 +167,21 @@ def save_png(panels: Sequence[tuple[str, np.ndarray]], path: str | Path, *, titl
     if every.dtype == bool:
         patches = [Patch(color=visible, label="visible"), Patch(color=hidden, label="hidden")]
         figure.legend(handles=patches, loc="outside lower center", ncols=2, frameon=False)
-    else:
+    elif shown is not None:
         figure.colorbar(shown, ax=list(axes), label="added to the score", shrink=0.8)
     figure.suptitle(title, fontsize=10)
     figure.savefig(path, format="png")
 
 
-def _limits(values: np.ndarray) -> tuple[float, float]:
+def limits_of(values: np.ndarray) -> tuple[float, float]:
+    """The least and the greatest finite value; zeros where there is none."""
     finite = values[np.isfinite(values)]
     return (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
 
 
 def _unit(values: np.ndarray, limits: tuple[float, float] | None) -> np.ndarray:
     """Values brought into 0 to 1 between the limits; one half where the limits are equal."""
-    low, high = limits or _limits(values)
+    low, high = limits or limits_of(values)
     if high <= low:
         return np.full(values.shape, 0.5)
     return np.clip((np.nan_to_num(values, posinf=low, neginf=low) - low) / (high - low), 0.0, 1.0)
@@ -184,7 +197,9 @@ def _colours(values: np.ndarray, limits: tuple[float, float] | None) -> np.ndarr
     """[q_len, kv_len, 3], each from 0 to 255."""
     if values.dtype == bool:
         return np.where(values[..., None], np.array(VISIBLE), np.array(HIDDEN))
-    return np.where(np.isfinite(values)[..., None], _scaled(_unit(values, limits)), np.array(HIDDEN))
+    return np.where(
+        np.isfinite(values)[..., None], _scaled(_unit(values, limits)), np.array(HIDDEN)
+    )
 
 
 def _hex(colour: Any) -> str:
@@ -195,7 +210,7 @@ def _hex(colour: Any) -> str:
 def _shades(row: np.ndarray, limits: tuple[float, float] | None) -> str:
     places = np.minimum((_unit(row, limits) * len(SHADES)).astype(int), len(SHADES) - 1)
     return "".join(
-        SHADES[place] if finite else "×"
+        SHADES[place] if finite else "·"
         for place, finite in zip(places, np.isfinite(row), strict=True)
     )
 

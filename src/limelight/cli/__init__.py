@@ -1,6 +1,6 @@
 """The command line: `limelight doctor | explain | show | demo`.
 
-A command is one file, and imports what it needs when it runs; none of them imports torch to say help.
+A command is one file, and imports what it needs when it runs: help needs no framework.
 """
 
 from __future__ import annotations

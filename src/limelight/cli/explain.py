@@ -33,7 +33,9 @@ class DType(str, Enum):
 
 def explain(
     q_len: Annotated[int, typer.Option(min=0, help="Queries.")] = 1024,
-    kv_len: Annotated[int | None, typer.Option(min=0, help="Keys; by default as many as queries.")] = None,
+    kv_len: Annotated[
+        int | None, typer.Option(min=0, help="Keys; by default as many as queries.")
+    ] = None,
     batch: Annotated[int, typer.Option(min=0, help="Batch elements.")] = 1,
     heads: Annotated[int, typer.Option(min=1, help="Heads of queries.")] = 8,
     kv_heads: Annotated[
@@ -49,8 +51,12 @@ def explain(
         typer.Option(help='Names joined by & and |: "causal & sliding_window(512)". See `show`.'),
     ] = None,
     bias: Annotated[str | None, typer.Option(help='Names joined by +: "alibi".')] = None,
-    training: Annotated[bool, typer.Option("--training", help="With gradients of everything.")] = False,
-    dropout: Annotated[float, typer.Option(min=0, max=1, help="Probability of dropping a weight.")] = 0.0,
+    training: Annotated[
+        bool, typer.Option("--training", help="With gradients of everything.")
+    ] = False,
+    dropout: Annotated[
+        float, typer.Option(min=0, max=1, help="Probability of dropping a weight.")
+    ] = 0.0,
     softcap: Annotated[float | None, typer.Option(help="Cap c in c * tanh(score / c).")] = None,
     query_start: Annotated[
         str | None, typer.Option(help='Position of the first query: a number, or "end".')
@@ -62,7 +68,7 @@ def explain(
 ) -> None:
     """Say which kernel would run a problem, and every reason against each other one.
 
-    Example: limelight explain --q-len 4096 --mask "causal & sliding_window(512)" --device "RTX 2080"
+    Example: limelight explain --mask "causal & sliding_window(512)" --device "RTX 2080"
     """
     from limelight import Device, Problem
     from limelight import explain as explain_problem

@@ -13,13 +13,17 @@ from limelight.cli.console import console, options, refused
 def show(
     name: Annotated[
         str | None,
-        typer.Argument(help='A mask or bias: "causal", "causal & sliding_window(8)", "alibi". None: the list.'),
+        typer.Argument(
+            help='A mask or bias: "causal", "causal & sliding_window(8)", "alibi". None: the list.'
+        ),
     ] = None,
     q_len: Annotated[int, typer.Option(min=1, max=2048, help="Queries.")] = 32,
     kv_len: Annotated[
         int | None, typer.Option(min=1, max=2048, help="Keys; by default as many as queries.")
     ] = None,
-    heads: Annotated[int, typer.Option(min=1, max=64, help="Heads to draw, where they differ.")] = 1,
+    heads: Annotated[
+        int, typer.Option(min=1, max=64, help="Heads to draw, where they differ.")
+    ] = 1,
     mask: Annotated[str | None, typer.Option(help="With a bias: a mask to draw over it.")] = None,
     query_start: Annotated[
         str, typer.Option(help='Position of the first query: a number, or "end".')
@@ -49,15 +53,18 @@ def show(
 
     def drawn(option: str, text: str, parse: Any) -> tuple[Any, np.ndarray]:
         with options({}, option):
-            term = parse(text, size).map_tensors(lambda array: array.values())
-            term.check(size)
+            described = parse(text, size)
+            described.check(size)
+            term = described.map_tensors(lambda array: array.values())
             return term, dense(term, q_len, kv_len, heads=size.q_heads, query_start=start)
 
     term, values = drawn("NAME", name, parse_term)
     title = name
     if mask is not None:
         if isinstance(term, Mask):
-            raise refused("--mask", "found a mask in NAME too, needed a bias there; join masks with &")
+            raise refused(
+                "--mask", "found a mask in NAME too, needed a bias there; join masks with &"
+            )
         _, visible = drawn("--mask", mask, parse_mask)
         values = np.where(visible, values, -np.inf)
         title = f"{name}, under {mask}"
@@ -77,12 +84,12 @@ def _draw(title: str, panels: list[tuple[str, Any]]) -> None:
     from rich.columns import Columns
     from rich.text import Text
 
-    from limelight.picture import _limits, legend, terminal
+    from limelight.picture import legend, limits_of, terminal
 
     out = console()
     colour = out.color_system is not None and not out.no_color
     every = np.stack([values for _, values in panels])
-    limits = None if every.dtype == bool else _limits(every)
+    limits = None if every.dtype == bool else limits_of(every)
     pictures = [
         Text.assemble((label, "bold"), "\n").append_text(
             terminal(values, colour=colour, limits=limits, width=out.width)
@@ -115,7 +122,10 @@ def _list() -> None:
     from limelight.masks import Mask
 
     out = console()
-    for heading, base, joined in (("masks", Mask, "& and |, with parentheses"), ("biases", Bias, "+")):
+    for heading, base, joined in (
+        ("masks", Mask, "& and |, with parentheses"),
+        ("biases", Bias, "+"),
+    ):
         table = Table.grid(padding=(0, 2))
         for name, kind in kinds(base).items():
             arguments = ", ".join(kind.plain_fields)

@@ -1,4 +1,4 @@
-"""The demo: a real model searches a real text, once on limelight and once on PyTorch's own attention.
+"""The demo: a real model searches a real text, on limelight and on PyTorch's own attention.
 
 `text.txt` says where its sentences come from.
 """

@@ -1,4 +1,4 @@
-"""Sentence embeddings (MiniLM, 6 layers, 384 numbers) through transformers, and search among them."""
+"""Sentence embeddings through transformers: MiniLM, 6 layers, 384 numbers a sentence."""
 
 from __future__ import annotations
 

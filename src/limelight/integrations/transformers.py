@@ -127,7 +127,7 @@ def _terms(attention_mask: Tensor | None, batch: int) -> tuple[Mask | None, Bias
 
 
 def _unexpanded(tensor: Tensor) -> Tensor:
-    """The tensor with size 1 in each dimension that was only expanded: less to read, and to fold."""
+    """The tensor with size 1 in each dimension that was only expanded: less to read and fold."""
     for axis, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         if stride == 0 and size > 1:
             tensor = tensor.narrow(axis, 0, 1)
@@ -149,14 +149,14 @@ def attention_mask(
     device: torch.device | str = "cpu",
     **others: Any,
 ) -> Tensor | None:
-    """The mask of a model's forward: equal to that of transformers' `sdpa_mask`, element by element.
+    """The mask of a model's forward: that of transformers' `sdpa_mask`, element by element.
 
     Plain causal and bidirectional masks, with padding or without, come as a `LazyMask`, so that
     nothing of size q_length * kv_length is made. All others (sliding windows, chunks, packed
     sequences, functions of the user, traced graphs) come from `sdpa_mask` itself.
 
-    attention_mask: [batch, tokens] bool, False for padding. Returns None where nothing is hidden, or
-    nothing but what `is_causal` says.
+    attention_mask: [batch, tokens] bool, False for padding. Returns None where nothing is hidden,
+    or nothing but what `is_causal` says.
     """
     dense = (
         use_vmap
@@ -216,8 +216,8 @@ def _padding(padding: Tensor) -> Mask:
 class LazyMask(Tensor):
     """A bool tensor (batch, 1, q_len, kv_len) that is held as a limelight mask.
 
-    To a model it is a tensor like that of `sdpa_mask`: it may be sliced, joined, moved and cast. The
-    first such operation makes the values and returns plain tensors. Most models only pass it on.
+    To a model it is a tensor like that of `sdpa_mask`: it may be sliced, joined, moved and cast.
+    Such an operation makes the values and returns plain tensors. Most models only pass it on.
     """
 
     mask: Mask
@@ -227,7 +227,9 @@ class LazyMask(Tensor):
     def __new__(
         cls, mask: Mask, query_start: int, shape: tuple[int, ...], device: torch.device | str
     ) -> LazyMask:
-        lazy = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
+        lazy = Tensor._make_wrapper_subclass(
+            cls, shape, dtype=torch.bool, device=torch.device(device)
+        )
         lazy.mask = mask
         lazy.query_start = query_start
         return lazy
