@@ -36,7 +36,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Idle:
-    """A backend that can run nothing here, with its first reason."""
+    """A backend that can run nothing here, and why not even the plainest case."""
 
     backend: str
     why: str
@@ -85,7 +85,7 @@ def checks() -> Iterator[Check | Idle]:
         places = [("torch", f"cuda:{n}") for n in range(cuda)] + [("torch", "cpu"), *places]
     problems = cases()
     for backend in BACKENDS:
-        why = "no array library is installed"
+        why: list[str] = []
         ran = False
         for library, device in places:
             for dtype in TOLERANCES:
@@ -96,9 +96,9 @@ def checks() -> Iterator[Check | Idle]:
                     ran = True
                     yield found
                 else:
-                    why = found
+                    why.append(found)
         if not ran:
-            yield Idle(backend.name, why)
+            yield Idle(backend.name, why[0])
 
 
 def _first(
@@ -111,7 +111,7 @@ def _first(
         with limelight.backends(backend):
             choice = limelight.explain(*run.arrays, **run.options)
             if choice.backend is None:
-                why = str(choice.reasons[backend][0].rule)
+                why = "; ".join(reason.rule for reason in choice.reasons[backend])
                 continue
             out, gradients = run.forward_and_backward()
         want = _reference(case, run)

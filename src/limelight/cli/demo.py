@@ -36,6 +36,8 @@ def demo(
     if missing:
         typer.echo(f"limelight: the demo needs: pip install {' '.join(missing)}", err=True)
         raise typer.Exit(1)
+    from rich.markup import escape
+
     from limelight.demo import sentences as all_sentences
     from limelight.demo import source
 
@@ -43,17 +45,21 @@ def demo(
     if sentences is not None and sentences > len(text):
         raise refused("--sentences", f"found {sentences}, needed at most {len(text)}")
     text = sorted(text[:sentences], key=len)  # so that little of a batch is padding
-    if question is None:
-        question = (
-            typer.prompt("Your question", default=QUESTION) if sys.stdin.isatty() else QUESTION
-        )
-    if not question.strip():
+    asked = question if question is not None else _asked()
+    if not asked.strip():
         raise refused("--question", "found no text, needed a question")
     out = console()
     out.print(
-        f"Searching {len(text)} sentences of {source()}, for: [bold]{_plain(question)}[/bold]"
+        f"Searching {len(text)} sentences of {source()}, for: [bold]{escape(asked)}[/bold]"
     )
-    _search(out, question, text)
+    _search(out, asked, text)
+
+
+def _asked() -> str:
+    """A question from whoever sits at the terminal; without one, the question of the examples."""
+    if not sys.stdin.isatty():
+        return QUESTION
+    return typer.prompt("Your question", default=QUESTION)
 
 
 def _search(out: Any, question: str, text: list[str]) -> None:
@@ -111,9 +117,3 @@ def _what_ran(out: Any, calls: Any) -> None:
     out.print("[bold]limelight.explain()[/bold] of the last call:")
     out.print(choice_head(calls[-1].choice))
     out.print(choice_table(calls[-1].choice))
-
-
-def _plain(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)

@@ -17,9 +17,9 @@ def show(
             help='A mask or bias: "causal", "causal & sliding_window(8)", "alibi". None: the list.'
         ),
     ] = None,
-    q_len: Annotated[int, typer.Option(min=1, max=2048, help="Queries.")] = 32,
+    q_len: Annotated[int, typer.Option(min=1, max=1024, help="Queries.")] = 32,
     kv_len: Annotated[
-        int | None, typer.Option(min=1, max=2048, help="Keys; by default as many as queries.")
+        int | None, typer.Option(min=1, max=1024, help="Keys; by default as many as queries.")
     ] = None,
     heads: Annotated[
         int, typer.Option(min=1, max=64, help="Heads to draw, where they differ.")
