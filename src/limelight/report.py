@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.table import Table
+    from rich.text import Text
 
+    from limelight.backends import Reason
     from limelight.dispatch import Choice, Record
 
 WIDTH = 110
@@ -15,41 +17,76 @@ WIDTH = 110
 
 def choice_table(choice: Choice) -> Table:
     """A row for each backend, in the order of preference."""
-    from rich.table import Table
+    from limelight.dispatch import KNOWN
 
-    table = Table("backend", "runs?", "why", title_justify="left")
+    table = _table("backend", "runs", "why")
     for name in choice.order:
         reasons = choice.reasons[name]
         if name == choice.backend:
             cut = choice.config
-            how = f"tiles of {cut.rows} x {cut.keys} ({cut.source})" if cut is not None else ""
-            table.add_row(name, "chosen", how, style="bold green")
+            why = KNOWN[name].summary
+            if cut is not None:
+                why += f"\ntiles of {cut.rows} queries x {cut.keys} keys ({cut.source})"
+            table.add_row(name, "yes", why, style="bold green")
         else:
-            text = "\n".join(f"- {reason}" for reason in reasons)
-            table.add_row(name, "no", text)
+            table.add_row(name, "no", _reasons(reasons))
     return table
+
+
+def _reasons(reasons: tuple[Reason, ...]) -> Text:
+    """A line for each rule with what was found, and under it what would lift the rule."""
+    from rich.text import Text
+
+    text = Text()
+    for n, reason in enumerate(reasons):
+        text.append("\n" if n else "")
+        text.append(reason.rule)
+        if reason.found:
+            text.append(f": {reason.found}")
+        if reason.lift:
+            text.append(f"\n  -> {reason.lift}", style="dim")
+    return text
 
 
 def choice_text(choice: Choice) -> str:
     """The explanation that `print(limelight.explain(...))` shows."""
+    return _plain(choice_head(choice), choice_table(choice), *choice_notes(choice))
+
+
+def choice_head(choice: Choice) -> Text:
+    """What is asked: the verdict, the device and the problem."""
+    from rich.text import Text
+
     from limelight.dispatch import describe
 
-    words = ", ".join(f"{name} {value}" for name, value in describe(choice.problem).items())
-    notes = [f"note: {note}" for note in choice.notes]
-    return "\n".join([f"on {choice.problem.device}: {words}", _plain(choice_table(choice)), *notes])
+    verdict = choice.backend or "no backend"
+    words = describe(choice.problem)
+    width = max(map(len, words))
+    head = Text.assemble(
+        (verdict, "bold green" if choice.backend else "bold red"), f" on {choice.problem.device}"
+    )
+    for name, value in words.items():
+        head.append(f"\n  {name:{width}}  ", style="dim")
+        head.append(value)
+    return head
+
+
+def choice_notes(choice: Choice) -> list[Text]:
+    from rich.text import Text
+
+    return [Text(f"note: {note}") for note in choice.notes]
 
 
 def record_table(record: Record) -> Table:
     """A row for each different call, with how often it ran."""
-    from rich.table import Table
-
     from limelight.dispatch import describe
 
-    table = Table("calls", "stage", "backend", "query", "mask", "bias")
+    table = _table("calls", "stage", "backend", "query", "key", "mask", "bias")
+    table.columns[0].justify = "right"
     counted: Counter[tuple[str, ...]] = Counter()
     for call in record.calls:
         words = describe(call.choice.problem)
-        shown = (words["query"], words.get("mask", ""), words.get("bias", ""))
+        shown = (words["query"], words["key"], words.get("mask", ""), words.get("bias", ""))
         counted[(call.stage, call.backend, *shown)] += 1
     for row, count in counted.items():
         table.add_row(str(count), *row)
@@ -57,13 +94,28 @@ def record_table(record: Record) -> Table:
 
 
 def record_text(record: Record) -> str:
+    """The table that `print` shows of a record."""
     return _plain(record_table(record))
 
 
-def _plain(table: Table) -> str:
+def _table(*columns: str) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.ROUNDED, header_style="bold")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def _plain(*parts: Table | Text) -> str:
     from rich.console import Console
 
-    console = Console(width=WIDTH, no_color=True, highlight=False, force_terminal=False)
+    console = Console(
+        width=WIDTH, no_color=True, highlight=False, force_terminal=False, legacy_windows=False
+    )
     with console.capture() as captured:
-        console.print(table)
-    return captured.get().rstrip()
+        for part in parts:
+            console.print(part)
+    lines = captured.get().rstrip().split("\n")
+    return "\n".join(line.rstrip() for line in lines)

@@ -1,0 +1,5 @@
+"""`python -m limelight` is the command `limelight`."""
+
+from limelight.cli import app
+
+app()

@@ -1,0 +1,128 @@
+"""An example of every mask and bias, for pictures, `limelight show` and `limelight explain`.
+
+A class whose fields all have defaults needs no entry. Tensors are described before they are made,
+so that one can be asked about at any size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from limelight import biases, masks
+from limelight.biases import Bias
+from limelight.errors import invalid
+from limelight.masks import Mask
+from limelight.terms import Composite, Term
+from limelight.tile import Size
+
+
+@dataclass(frozen=True)
+class Array:
+    """A tensor that `values()` would make."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    values: Callable[[], np.ndarray]
+
+
+def _key_lengths(size: Size) -> dict[str, Any]:
+    spread = np.linspace(0.65, 1.0, size.batch)
+    lengths = np.maximum(1, (size.kv_len * spread).astype(np.int64))
+    return {"lengths": Array((size.batch,), "int64", lambda: lengths)}
+
+
+def _documents(size: Size) -> dict[str, Any]:
+    """Four documents of different lengths, and some padding at the end."""
+    ends = np.array([0.2, 0.5, 0.62, 0.92])
+
+    def ids(length: int) -> np.ndarray:
+        place = (np.arange(length) + 0.5) / max(length, 1)
+        found = np.searchsorted(ends, place)
+        return np.where(found == len(ends), -1, found)
+
+    arrays = {"ids": Array((size.kv_len,), "int64", lambda: ids(size.kv_len))}
+    if size.q_len != size.kv_len:
+        arrays["query_ids"] = Array((size.q_len,), "int64", lambda: ids(size.q_len))
+    return arrays
+
+
+def _dense_mask(size: Size) -> dict[str, Any]:
+    shape = (1, 1, size.q_len, size.kv_len)
+    return {"tensor": Array(shape, "bool", lambda: _random(shape) > -0.4)}
+
+
+def _dense_bias(size: Size) -> dict[str, Any]:
+    shape = (1, size.q_heads, size.q_len, size.kv_len)
+    return {"tensor": Array(shape, "float32", lambda: _random(shape).astype(np.float32))}
+
+
+def _random(shape: tuple[int, ...]) -> np.ndarray:
+    return np.random.default_rng(0).standard_normal(shape)
+
+
+EXAMPLES: dict[type[Term], Callable[[Size], dict[str, Any]]] = {
+    masks.SlidingWindow: lambda size: {"left": max(1, size.kv_len // 5)},
+    masks.KeyLengths: _key_lengths,
+    masks.Documents: _documents,
+    masks.DenseMask: _dense_mask,
+    biases.DenseBias: _dense_bias,
+}
+
+
+def kinds(base: type[Term]) -> dict[str, type[Term]]:
+    """limelight's own masks (or biases) by the names of the command line.
+
+    >>> list(kinds(Bias))
+    ['alibi', 'dense_bias']
+    """
+    module = masks if issubclass(base, Mask) else biases
+    found = [getattr(module, name) for name in module.__all__]
+    return {
+        spelled(kind): kind
+        for kind in found
+        if kind is not base and issubclass(kind, base) and not issubclass(kind, Composite)
+    }
+
+
+def spelled(kind: type[Term]) -> str:
+    """`KeyLengths` as `key_lengths`; a run of capitals is one word.
+
+    >>> spelled(masks.KeyLengths), spelled(biases.ALiBi)
+    ('key_lengths', 'alibi')
+    """
+    if kind is biases.ALiBi:
+        return "alibi"
+    name = kind.__name__
+    words = ""
+    for before, letter, after in zip(" " + name, name, name[1:] + " ", strict=False):
+        starts = letter.isupper() and (before.islower() or after.islower()) and words
+        words += f"_{letter.lower()}" if starts else letter.lower()
+    return words
+
+
+def example(kind: type[Term], size: Size, given: dict[str, Any] | None = None) -> Mask | Bias:
+    """A term of this kind for a problem of this size, with an `Array` in the place of each tensor.
+
+    given: plain fields with values to use instead of the example's. Raises ValueError where a
+    field without default has neither.
+    """
+    values = EXAMPLES[kind](size) if kind in EXAMPLES else {}
+    if given and any(name in kind.plain_fields for name in values):
+        # The example's numbers belong together: one that is given replaces them all.
+        values = {name: value for name, value in values.items() if name in kind.tensor_fields}
+    values |= given or {}
+    missing = [
+        field.name
+        for field in fields(kind)  # type: ignore[arg-type]
+        if field.default is MISSING and field.default_factory is MISSING
+        if field.name not in values
+    ]
+    if missing:
+        raise invalid(
+            spelled(kind), found=f"no {' and no '.join(missing)}", needed="a value for it"
+        )
+    return kind(**values)  # type: ignore[return-value]

@@ -1,0 +1,1 @@
+"""limelight inside other libraries, one file each; importing one imports that library."""
