@@ -32,7 +32,7 @@ def table(results: dict[str, Any]) -> str:
         "",
         f"{about['date']}, torch {about['torch']}, {about['threads']} threads; milliseconds, median "
         f"of {about['repeats']}, forward + backward; peak memory beyond the inputs. PyTorch is "
-        "`F.scaled_dot_product_attention` with what the case needs as a dense mask. Each time was "
+        "`F.scaled_dot_product_attention`, with a dense mask where a case needs one. Each time was "
         "taken after both results agreed. Times on a GPU are not measured yet.",
         "",
         "| case | ran on | limelight, ms | PyTorch, ms | limelight, MB | PyTorch, MB |",

@@ -14,7 +14,9 @@ from limelight.devices import Device
 from limelight.dispatch import Choice, allowed, decide
 from limelight.errors import invalid, invalid_type
 from limelight.masks import Causal, DenseMask, Mask
-from limelight.problem import Problem
+from limelight.problem import DTYPES, Problem
+from limelight.terms import check_broadcastable
+from limelight.tile import Size
 
 
 def attention(
@@ -201,10 +203,18 @@ def scaled_dot_product_attention(
         adapter, query, key, value, attn_mask, enable_gqa
     )
     if attn_mask is not None:
-        if adapter.layout(attn_mask).dtype == "bool":
+        size = Size(*query.shape[:3], key.shape[2])
+        check_broadcastable("attn_mask", attn_mask.shape, size)
+        if adapter.dtype(attn_mask) == "bool":
             mask = DenseMask(attn_mask)
-        else:
+        elif adapter.dtype(attn_mask) in DTYPES:
             bias = DenseBias(attn_mask)
+        else:
+            raise invalid_type(
+                "attn_mask",
+                found=f"dtype {adapter.dtype(attn_mask)}",
+                needed="bool or a floating-point dtype",
+            )
     out = adapter.attention(
         Arguments(query, key, value, mask, bias, query_start=0, scale=scale, dropout_p=dropout_p)
     )

@@ -253,6 +253,12 @@ class Problem:
             )
         if isinstance(self.dropout_p, bool) or not isinstance(self.dropout_p, Real):
             raise invalid_type("dropout_p", found=type(self.dropout_p).__name__, needed="a number")
+        for name, switch in (
+            ("return_lse", self.return_lse),
+            ("deterministic", self.deterministic),
+        ):
+            if not isinstance(switch, bool):
+                raise invalid_type(name, found=repr(switch), needed="True or False")
         if not 0.0 <= self.dropout_p <= 1.0:
             raise invalid("dropout_p", found=self.dropout_p, needed="a probability from 0 to 1")
         if self.sinks is not None:
@@ -287,12 +293,6 @@ class Problem:
                 "query_start",
                 found=repr(start),
                 needed='None, an integer, "end" or one per batch element',
-            )
-        if start == "end" and self.mask is not None and len(self.mask.key_lengths()) > 1:
-            raise invalid(
-                "query_start",
-                found=f'"end" with the mask {self.mask!r}',
-                needed="one KeyLengths, whose ends to stand at",
             )
         if start is None and self.q_len != self.kv_len and self.mask and self.mask.is_ordered():
             raise invalid(

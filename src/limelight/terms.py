@@ -172,8 +172,9 @@ def check_broadcastable(name: str, shape: Sequence[int], size: Size) -> None:
             raise invalid(name, found=f"shape {tuple(shape)}", needed=needed)
 
 
-def check_dtype(name: str, dtype: str, kind: str) -> None:
-    """`kind` is "bool", "int" or "float"."""
+def check_dtype(name: str, tensor: Any, kind: str) -> None:
+    """`kind` is "bool", "int" or "float"; the tensor is a layout."""
+    dtype = None if tensor is None else tensor.dtype
     if dtype not in _DTYPES[kind]:
         names = {"bool": "bool", "int": "an integer dtype", "float": "a floating-point dtype"}
         raise invalid(name, found=f"dtype {dtype}", needed=names[kind])

@@ -84,7 +84,9 @@ def assert_close(
     Infinities and NaNs must stand where they are expected.
     """
     actual, expected = as_float64(actual), as_float64(expected)
-    assert actual.shape == expected.shape, f"{name}: shape {actual.shape}, expected {expected.shape}"
+    assert actual.shape == expected.shape, (
+        f"{name}: shape {actual.shape}, expected {expected.shape}"
+    )
     special = ~np.isfinite(expected)
     same = np.where(np.isnan(expected), np.isnan(actual), actual == expected)
     wrong = np.where(special, ~same, ~np.isfinite(actual))
@@ -148,10 +150,9 @@ def starts(query_start: Any, mask: Mask | None, q_len: int, kv_len: int) -> Any:
     if query_start is None:
         return 0
     if isinstance(query_start, str):
-        lengths = None if mask is None else mask.key_lengths()
-        if lengths is None:
-            return kv_len - q_len
-        return np.clip(as_numpy(lengths).astype(np.int64), 0, kv_len) - q_len
+        lengths = () if mask is None else mask.key_lengths()
+        ends = [np.clip(as_numpy(each).astype(np.int64), 0, kv_len) for each in lengths]
+        return np.min(ends, axis=0) - q_len if ends else kv_len - q_len
     return query_start if isinstance(query_start, int) else as_numpy(query_start).astype(np.int64)
 
 
@@ -206,7 +207,9 @@ def magnitudes(
         "sinks": ((1 - probs.sum(axis=-1)) * delta).sum(axis=(0, 2)),
     }
     if given is not None:
-        start = starts(options.get("query_start"), options.get("mask"), query.shape[2], key.shape[2])
+        start = starts(
+            options.get("query_start"), options.get("mask"), query.shape[2], key.shape[2]
+        )
         size = Size(*query.shape[:3], key.shape[2])
         at = Positions.of(np, size=size, dtype=np.float64, device="cpu", query_start=start).whole()
         resolved = given.resolved(size, np.asarray).map_tensors(as_numpy)

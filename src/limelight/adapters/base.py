@@ -6,14 +6,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any, ClassVar, NamedTuple
+
+from array_api_compat import array_namespace
 
 from limelight.call import Call, Gradients
 from limelight.devices import Device
 from limelight.dispatch import KNOWN, Choice, allowed, choose, note
-from limelight.errors import invalid_type, is_integer
+from limelight.errors import invalid, invalid_type, is_integer
 from limelight.problem import Layout, Problem, check_kinds
 from limelight.terms import Term
 
@@ -68,8 +72,14 @@ class Adapter:
     def is_array(self, value: Any) -> bool:
         raise NotImplementedError
 
-    def asarray(self, value: Any, like: Any) -> Any:
-        """A list or foreign array as an array on the device of `like`; own arrays as they are."""
+    def asarray(self, value: Any, like: Any, name: str) -> Any:
+        """A list or foreign array as an array on the device of `like`; own arrays as they are.
+
+        Raises TypeError or ValueError, with the name of the argument, for what is neither.
+        """
+        raise NotImplementedError
+
+    def dtype(self, array: Any) -> str:
         raise NotImplementedError
 
     def layout(self, array: Any) -> Layout:
@@ -90,10 +100,6 @@ class Adapter:
         return False
 
     def contiguous(self, array: Any) -> Any:
-        raise NotImplementedError
-
-    def clamp(self, array: Any, low: int, high: int) -> Any:
-        """The array as int64, with values outside the range moved to its nearer end."""
         raise NotImplementedError
 
     def cast(self, array: Any, like: Any) -> Any:
@@ -123,36 +129,41 @@ class Adapter:
                     name, found=type(found).__name__, needed=f"{self.array_type}, as query is"
                 )
 
-        def convert(value: Any) -> Any:
-            return self.asarray(value, a.query)
+        def convert(name: str) -> Callable[[Any], Any]:
+            return lambda value: self.asarray(value, a.query, name)
 
         check_kinds(a.mask, a.bias)
         changes: dict[str, Any] = {}
         if a.mask is not None and a.mask.tensors():
-            changes["mask"] = a.mask.map_tensors(convert)
+            changes["mask"] = a.mask.map_tensors(convert("mask"))
         if a.bias is not None:
             heads = a.query.shape[1] if len(a.query.shape) == 4 else 1  # Problem refuses the rest
-            bias = a.bias.resolved(heads, lambda values: convert(list(values)))
-            changes["bias"] = bias.map_tensors(convert)
+            bias = a.bias.resolved(heads, convert("bias"))
+            changes["bias"] = bias.map_tensors(convert("bias"))
         if a.sinks is not None:
-            changes["sinks"] = convert(a.sinks)
+            changes["sinks"] = convert("sinks")(a.sinks)
         if _is_sequence(a.query_start):
-            changes["query_start"] = convert(a.query_start)
+            changes["query_start"] = convert("query_start")(a.query_start)
         if a.seed is not None:
-            changes["seed"] = self._checked_seed(a.seed)
+            changes["seed"] = self._checked_seed(a.seed, a.query)
         return replace(a, **changes) if changes else a
 
-    def _checked_seed(self, seed: Any) -> Any:
-        """The seed as a signed 64-bit number, or as the integer array of one element it is."""
-        needed = "an integer, or an integer array of one element"
+    def _checked_seed(self, seed: Any, query: Any) -> Any:
+        """The seed as a signed 64-bit number, or as the int64 array of one element that it is."""
+        needed = "an integer of 64 bits, or an int64 array of one element"
         if self.is_array(seed):
+            seed = self.asarray(seed, query, "seed")
             layout = self.layout(seed)
-            if not layout.dtype.startswith(("int", "uint")) or math.prod(layout.shape) != 1:
-                raise invalid_type("seed", found=repr(layout), needed=needed)
+            if layout.dtype != "int64":
+                raise invalid_type("seed", found=f"dtype {layout.dtype}", needed=needed)
+            if math.prod(layout.shape) != 1:
+                raise invalid("seed", found=f"shape {layout.shape}", needed=needed)
             return seed.reshape(1)
-        if isinstance(seed, bool) or not hasattr(seed, "__index__"):
+        if not is_integer(seed):
             raise invalid_type("seed", found=repr(seed), needed=needed)
-        return (int(seed) + 2**63) % 2**64 - 2**63
+        if not -(2**63) <= seed < 2**64:
+            raise invalid("seed", found=seed, needed=needed)
+        return int(seed) - 2**64 if seed >= 2**63 else int(seed)
 
     def describe(self, a: Arguments) -> Problem:
         """The problem that prepared arguments pose. Raises where they do not fit together."""
@@ -220,8 +231,10 @@ class Adapter:
         if self.is_array(a.query_start):
             return a.query_start
         # "end" with a length for each batch element.
-        (lengths,) = a.mask.key_lengths()
-        return self.clamp(lengths, 0, problem.kv_len) - problem.q_len
+        lengths = a.mask.key_lengths()
+        xp = array_namespace(lengths[0])
+        counted = [xp.clip(xp.astype(each, xp.int64), 0, problem.kv_len) for each in lengths]
+        return reduce(xp.minimum, counted) - problem.q_len
 
 
 def _is_sequence(start: Any) -> bool:

@@ -9,6 +9,7 @@ import numpy as np
 
 from limelight.adapters.base import Adapter, Arguments
 from limelight.devices import CPU, Device
+from limelight.errors import invalid_type
 from limelight.problem import Layout
 
 
@@ -24,11 +25,16 @@ class NumPyAdapter(Adapter):
     def is_array(self, value: Any) -> bool:
         return isinstance(value, np.ndarray)
 
-    def asarray(self, value: Any, like: Any) -> Any:
+    def asarray(self, value: Any, like: Any, name: str) -> Any:
         array = np.asarray(value)
+        if array.dtype.kind not in "biuf":
+            raise invalid_type(name, found=f"{value!r}", needed="numbers or booleans")
         if array.dtype == np.float64 and not isinstance(value, np.ndarray):
             array = array.astype(np.float32)
         return array
+
+    def dtype(self, array: Any) -> str:
+        return array.dtype.name
 
     def layout(self, array: Any) -> Layout:
         strides = tuple(stride // array.itemsize for stride in array.strides)
@@ -43,9 +49,6 @@ class NumPyAdapter(Adapter):
 
     def contiguous(self, array: Any) -> Any:
         return np.ascontiguousarray(array)
-
-    def clamp(self, array: Any, low: int, high: int) -> Any:
-        return np.clip(array.astype(np.int64), low, high)
 
     def cast(self, array: Any, like: Any) -> Any:
         return array.astype(like.dtype, copy=False)

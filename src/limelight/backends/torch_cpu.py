@@ -83,12 +83,6 @@ class TorchCPU(Backend):
                 ", ".join(p.gradients),
                 "detach the bias if its gradient is not needed",
             ),
-            (
-                p.return_lse and bool(p.gradients),
-                "gives no gradient of the LSE",
-                "return_lse with gradients",
-                "leave return_lse out if its gradient is not needed",
-            ),
         )
         return [Reason(rule, str(found), lift) for against, rule, found, lift in rules if against]
 

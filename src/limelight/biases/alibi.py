@@ -58,7 +58,7 @@ class ALiBi(Bias):
     def check(self, size: Size) -> None:
         if self.slopes is None:
             return
-        check_dtype("bias ALiBi slopes", self.slopes.dtype, "float")
+        check_dtype("bias ALiBi slopes", self.slopes, "float")
         if tuple(self.slopes.shape) not in ((size.q_heads,), (size.batch, size.q_heads)):
             raise invalid(
                 "bias ALiBi slopes",

@@ -33,7 +33,7 @@ class DenseBias(Bias):
     may_hide: ClassVar[bool] = True
 
     def check(self, size: Size) -> None:
-        check_dtype("bias DenseBias tensor", self.tensor.dtype, "float")
+        check_dtype("bias DenseBias tensor", self.tensor, "float")
         check_broadcastable("bias DenseBias tensor", self.tensor.shape, size)
 
     def values(self, at: Tile, xp: Any) -> Any:

@@ -179,8 +179,8 @@ def _host(tensor: Any) -> np.ndarray:
 def _reference(case: Case, run: _NumPy | _Torch) -> list[np.ndarray]:
     """The oracle's out and gradients, from the numbers that the backend was given."""
     query, key, value, d_out = run.rounded()
-    lengths = case.mask.key_lengths() if case.mask is not None else None
-    ends = key.shape[2] if lengths is None else lengths
+    lengths = case.mask.key_lengths() if case.mask is not None else ()
+    ends = lengths[0] if lengths else key.shape[2]
     found = reference.attention(
         query,
         key,

@@ -73,7 +73,7 @@ def backward(
 ) -> Gradients:
     """The gradients, each in its input's dtype; the operator always makes all three."""
     if d_out is None or d_lse is not None or tiled.lse_lost_digits(lse):
-        # What the operator cannot do, or does wrong.
+        # The operator has no gradient of the LSE, and wrong ones where the LSE lost its digits.
         return tiled.backward(call, TILED, out, lse, d_out, d_lse, wanted)
     nothing = lse == -torch.inf
     lse = lse.masked_fill(nothing, 0.0)
@@ -155,7 +155,10 @@ def _dense_mask(call: Call, terms: Terms) -> Tensor | None:
 def _inputs(call: Call, terms: Terms) -> tuple[Tensor, Tensor, Tensor]:
     """query (scaled), key and value in the compute dtype, safe for the operator."""
     dtype = _compute_dtype(call)
-    query = call.query.detach().to(dtype) * call.scale
+    # The output takes the query's layout: (batch, length, heads, dim), to rejoin heads for free.
+    batch, heads, q_len, head_dim = call.query.shape
+    query = call.query.new_empty((batch, q_len, heads, head_dim), dtype=dtype).transpose(1, 2)
+    query.copy_(call.query.detach()).mul_(call.scale)
     key, value = call.key.detach().to(dtype), call.value.detach().to(dtype)
     if terms.mask is None and terms.bias is None:
         return query, key, value

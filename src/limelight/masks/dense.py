@@ -32,7 +32,7 @@ class DenseMask(Mask):
     tensor_fields: ClassVar[tuple[str, ...]] = ("tensor",)
 
     def check(self, size: Size) -> None:
-        check_dtype("mask DenseMask tensor", self.tensor.dtype, "bool")
+        check_dtype("mask DenseMask tensor", self.tensor, "bool")
         check_broadcastable("mask DenseMask tensor", self.tensor.shape, size)
 
     def values(self, at: Tile, xp: Any) -> Any:

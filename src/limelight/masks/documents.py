@@ -51,7 +51,7 @@ class Documents(Mask):
 
     @staticmethod
     def _check_ids(name: str, ids: Any, batch: int, length: int) -> None:
-        check_dtype(f"mask Documents {name}", ids.dtype, "int")
+        check_dtype(f"mask Documents {name}", ids, "int")
         if tuple(ids.shape) not in ((length,), (batch, length)):
             raise invalid(
                 f"mask Documents {name}",

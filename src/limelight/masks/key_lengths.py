@@ -33,7 +33,7 @@ class KeyLengths(Mask):
     tensor_fields: ClassVar[tuple[str, ...]] = ("lengths",)
 
     def check(self, size: Size) -> None:
-        check_dtype("mask KeyLengths lengths", self.lengths.dtype, "int")
+        check_dtype("mask KeyLengths lengths", self.lengths, "int")
         if tuple(self.lengths.shape) != (size.batch,):
             raise invalid(
                 "mask KeyLengths lengths",

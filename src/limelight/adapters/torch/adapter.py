@@ -35,22 +35,35 @@ class TorchAdapter(Adapter):
     def is_array(self, value: Any) -> bool:
         return isinstance(value, Tensor)
 
-    def asarray(self, value: Any, like: Any) -> Any:
+    def asarray(self, value: Any, like: Any, name: str) -> Any:
         if not isinstance(value, Tensor):
-            return torch.as_tensor(value, device=like.device)
-        if value.device != like.device:
+            try:
+                return torch.as_tensor(value, device=like.device)
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise invalid_type(name, found=f"{value!r}", needed=f"a tensor ({error})") from None
+        self._check_tensor(name, value, like)
+        return value
+
+    def _check_tensor(self, name: str, tensor: Any, like: Any) -> None:
+        if not isinstance(tensor, Tensor):
+            raise invalid_type(
+                name, found=type(tensor).__name__, needed=f"{self.array_type}, as query is"
+            )
+        if tensor.is_nested:
+            raise invalid_type(name, found="a nested tensor", needed="a strided tensor")
+        if tensor.layout != torch.strided:
+            raise invalid_type(
+                name, found=f"a tensor of layout {tensor.layout}", needed="a strided tensor"
+            )
+        if tensor.device != like.device:
             raise invalid(
-                "mask, bias, sinks or query_start",
-                found=f"a tensor on {value.device}",
+                name,
+                found=f"a tensor on {tensor.device}",
                 needed=f"one on {like.device}, as query is",
             )
-        if value.layout != torch.strided:
-            raise invalid_type(
-                "mask, bias, sinks or query_start",
-                found=f"a tensor of layout {value.layout}",
-                needed="a strided tensor",
-            )
-        return value
+
+    def dtype(self, array: Any) -> str:
+        return str(array.dtype).removeprefix("torch.")
 
     def layout(self, array: Any) -> Layout:
         strides = array.stride()
@@ -59,7 +72,7 @@ class TorchAdapter(Adapter):
         item = array.element_size()
         address = 0 if is_fake(array) else array.data_ptr()
         alignment = math.gcd(16, address, *(item * stride for stride in rows))
-        return Layout(shape, strides, _dtype_name(array.dtype), alignment)
+        return Layout(shape, strides, self.dtype(array), alignment)
 
     def device(self, array: Any) -> Device:
         if array.device.type != "cuda":
@@ -86,9 +99,6 @@ class TorchAdapter(Adapter):
     def contiguous(self, array: Any) -> Any:
         return array.contiguous()
 
-    def clamp(self, array: Any, low: int, high: int) -> Any:
-        return array.to(torch.int64).clamp(low, high)
-
     def cast(self, array: Any, like: Any) -> Any:
         return array.to(like.dtype)
 
@@ -104,24 +114,9 @@ class TorchAdapter(Adapter):
     # The way of a call.
 
     def prepared(self, a: Arguments) -> Arguments:
-        query = a.query
         for name in ("query", "key", "value"):
-            tensor = getattr(a, name)
-            if not isinstance(tensor, Tensor):
-                raise invalid_type(
-                    name, found=type(tensor).__name__, needed="a torch tensor, as query is"
-                )
-            if tensor.layout != torch.strided or tensor.is_nested:
-                raise invalid_type(
-                    name, found=f"a tensor of layout {tensor.layout}", needed="a strided tensor"
-                )
-            if tensor.device != query.device:
-                raise invalid(
-                    name,
-                    found=f"a tensor on {tensor.device}",
-                    needed=f"one on {query.device}, as query is",
-                )
-        kind = query.device.type
+            self._check_tensor(name, getattr(a, name), a.query)
+        kind = a.query.device.type
         if autocasts(kind):
             dtype = torch.get_autocast_dtype(kind)
             cast = {
@@ -183,10 +178,6 @@ class TorchAdapter(Adapter):
             out, lse = eager.attention(plan) if with_gradients else plan.forward()
             out = self.cast(out, plan.call.query)
         return (out, lse) if arguments.return_lse else out
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 _CUDA_DEVICES: dict[int, Device] = {}
