@@ -49,9 +49,7 @@ def demo(
     if not asked.strip():
         raise refused("--question", "found no text, needed a question")
     out = console()
-    out.print(
-        f"Searching {len(text)} sentences of {source()}, for: [bold]{escape(asked)}[/bold]"
-    )
+    out.print(f"Searching {len(text)} sentences of {source()}, for: [bold]{escape(asked)}[/bold]")
     _search(out, asked, text)
 
 
