@@ -1,4 +1,4 @@
-"""Named problems, shared by benchmarks and tuning: what is asked, and how PyTorch's users ask it."""
+"""Named problems, for benchmarks and tuning: what is asked, and how PyTorch's users ask it."""
 
 from __future__ import annotations
 
@@ -122,5 +122,15 @@ def cpu_cases() -> list[Case]:
         Case("window 512 causal 4096", 1, 8, 4096, 64, f32, _limelight(mask=window), _window_peer),
         Case("ALiBi causal 2048", 1, 8, 2048, 64, f32, alibi, _alibi_peer),
         Case("ALiBi causal 8192", 1, 8, 8192, 64, f32, alibi, _alibi_peer),
-        Case("ALiBi causal, slopes learned, 2048", 1, 8, 2048, 64, f32, alibi, _alibi_peer, parameters=True),
+        Case(
+            "ALiBi causal, slopes learned, 2048",
+            1,
+            8,
+            2048,
+            64,
+            f32,
+            alibi,
+            _alibi_peer,
+            parameters=True,
+        ),
     ]

@@ -103,7 +103,7 @@ def attention_vjp(
     sinks) and `bias` (a tuple, one gradient per tensor of the bias).
 
     >>> import numpy as np
-    >>> x = np.ones((1, 2, 3, 4), np.float32)
+    >>> x = np.ones((1, 2, 3, 4))
     >>> out, pullback = attention_vjp(x, x, x, mask=Causal())
     >>> pullback(np.ones_like(out)).value[0, 0, :, 0].round(2).tolist()
     [1.83, 0.83, 0.33]
@@ -206,9 +206,7 @@ def scaled_dot_product_attention(
         else:
             bias = DenseBias(attn_mask)
     out = adapter.attention(
-        Arguments(
-            query, key, value, mask, bias, query_start=0, scale=scale, dropout_p=dropout_p
-        )
+        Arguments(query, key, value, mask, bias, query_start=0, scale=scale, dropout_p=dropout_p)
     )
     return out if leading is None else out.reshape(*leading, *out.shape[-2:])
 
@@ -227,10 +225,14 @@ def _four_dimensions(
             )
     if attn_mask is not None:
         if not adapter.is_array(attn_mask):
-            raise invalid_type("attn_mask", found=type(attn_mask).__name__, needed=adapter.array_type)
+            raise invalid_type(
+                "attn_mask", found=type(attn_mask).__name__, needed=adapter.array_type
+            )
         if len(attn_mask.shape) < 2:
             raise invalid(
-                "attn_mask", found=f"shape {tuple(attn_mask.shape)}", needed="at least two dimensions"
+                "attn_mask",
+                found=f"shape {tuple(attn_mask.shape)}",
+                needed="at least two dimensions",
             )
     heads_apart = 3 if enable_gqa else 2  # with grouped heads, only what lies before broadcasts
     same = len(query.shape) == len(key.shape) == len(value.shape) == 4

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from numbers import Integral
+from typing import TYPE_CHECKING, TypeGuard
 
 if TYPE_CHECKING:
     from limelight.dispatch import Choice
@@ -22,6 +23,11 @@ class NoBackendError(RuntimeError):
 def invalid(argument: str, *, found: object, needed: str) -> ValueError:
     """The error for an argument of the right kind with a wrong value or shape."""
     return ValueError(f"{argument}: found {found}, needed {needed}")
+
+
+def is_integer(value: object) -> TypeGuard[int]:
+    """Whether a value is an integer of Python's or NumPy's; True and False are not."""
+    return isinstance(value, (int, Integral)) and not isinstance(value, bool)
 
 
 def invalid_type(argument: str, *, found: object, needed: str) -> TypeError:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from limelight.biases import Bias
 from limelight.devices import CPU, Device
-from limelight.errors import invalid, invalid_type
+from limelight.errors import invalid, invalid_type, is_integer
 from limelight.masks import Mask
 from limelight.tile import Size
 
@@ -180,9 +180,9 @@ class Problem:
         if self.query_start is None:
             return 0
         if self.query_start == "end":
-            per_batch = self.mask is not None and self.mask.key_lengths() is not None
+            per_batch = self.mask is not None and self.mask.key_lengths()
             return None if per_batch else self.kv_len - self.q_len
-        return self.query_start if isinstance(self.query_start, int) else None
+        return int(self.query_start) if is_integer(self.query_start) else None
 
     @cached_property
     def copies(self) -> tuple[str, ...]:
@@ -211,7 +211,9 @@ class Problem:
                 )
             if layout.shape[0] != query.shape[0]:
                 raise invalid(
-                    name, found=f"batch {layout.shape[0]}", needed=f"that of query, {query.shape[0]}"
+                    name,
+                    found=f"batch {layout.shape[0]}",
+                    needed=f"that of query, {query.shape[0]}",
                 )
             if layout.shape[1] < 1:
                 raise invalid(name, found=f"{layout.shape[1]} heads", needed="at least one head")
@@ -246,7 +248,9 @@ class Problem:
             if not math.isfinite(number):
                 raise invalid(name, found=number, needed="a finite number")
         if self.softcap is not None and self.softcap <= 0:
-            raise invalid("softcap", found=self.softcap, needed="a positive number, or None for no cap")
+            raise invalid(
+                "softcap", found=self.softcap, needed="a positive number, or None for no cap"
+            )
         if isinstance(self.dropout_p, bool) or not isinstance(self.dropout_p, Real):
             raise invalid_type("dropout_p", found=type(self.dropout_p).__name__, needed="a number")
         if not 0.0 <= self.dropout_p <= 1.0:
@@ -278,16 +282,24 @@ class Problem:
                     found=f"shape {start.shape}",
                     needed=f"one position per batch element, shape ({self.batch},)",
                 )
-        elif start is not None and start != "end" and not _is_integer(start):
+        elif start is not None and start != "end" and not is_integer(start):
             raise invalid_type(
-                "query_start", found=repr(start), needed='None, an integer, "end" or one per batch element'
+                "query_start",
+                found=repr(start),
+                needed='None, an integer, "end" or one per batch element',
+            )
+        if start == "end" and self.mask is not None and len(self.mask.key_lengths()) > 1:
+            raise invalid(
+                "query_start",
+                found=f'"end" with the mask {self.mask!r}',
+                needed="one KeyLengths, whose ends to stand at",
             )
         if start is None and self.q_len != self.kv_len and self.mask and self.mask.is_ordered():
             raise invalid(
                 "query_start",
-                found=f"None, with {self.q_len} queries, {self.kv_len} keys and the mask {self.mask!r}",
-                needed='to say where the queries stand: query_start=0 (top-left: query 0 at key 0) or '
-                '"end" (bottom-right: the last query at the last key)',
+                found=f"None, with {self.q_len} queries, {self.kv_len} keys and {self.mask!r}",
+                needed="to say where the queries stand: query_start=0 (top-left: query 0 at "
+                'key 0) or "end" (bottom-right: the last query at the last key)',
             )
 
 
@@ -304,7 +316,3 @@ def check_kinds(mask: object, bias: object) -> None:
                 needed=f"an instance of limelight.{base.__name__}; "
                 f"a tensor goes into limelight.{dense}",
             )
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

@@ -59,7 +59,7 @@ def attention(
     with np.errstate(invalid="ignore", over="ignore"):
         visible = _visible(mask, bias, at)
         # What no query sees must not be touched: 0 * NaN is NaN.
-        seen = visible.any(axis=2).reshape(batch, kv_heads, group, kv_len).any(axis=2)[..., None]
+        seen = visible.any(axis=2).reshape(batch, kv_heads, group, kv_len, 1).any(axis=2)
         key, value = np.where(seen, key, 0.0), np.where(seen, value, 0.0)
         all_keys, all_values = (np.repeat(array, group, axis=1) for array in (key, value))
 
@@ -77,11 +77,14 @@ def attention(
         if d_out is None:
             return Reference(out, lse, None)
 
-        d_out = np.asarray(d_out, np.float64)
-        d_lse = np.zeros_like(lse) if d_lse is None else np.asarray(d_lse, np.float64)
+        # Rows that see nothing have no gradient, whatever arrives or the query holds.
+        nothing = np.isneginf(lse)
+        query = np.where(nothing[..., None], 0.0, query)
+        d_out = np.where(nothing[..., None], 0.0, np.asarray(d_out, np.float64))
+        d_lse = np.where(nothing, 0.0, 0.0 if d_lse is None else np.asarray(d_lse, np.float64))
         d_values = (probs * kept).swapaxes(2, 3) @ d_out
         d_probs = (d_out @ all_values.swapaxes(2, 3)) * kept
-        delta = np.where(np.isneginf(lse), 0.0, (d_out * out).sum(axis=-1) - d_lse)
+        delta = (d_out * out).sum(axis=-1) - d_lse
         d_scores = probs * (d_probs - delta[..., None])
         d_capped = d_scores if softcap is None else d_scores * (1 - (capped / softcap) ** 2)
         d_query = scale * d_capped @ all_keys
@@ -107,7 +110,7 @@ def _visible(mask: Mask | None, bias: Bias | None, at: Tile) -> np.ndarray:
     if mask is not None:
         visible &= mask.values(at, np)
     if bias is not None:
-        visible &= ~np.isneginf(bias.values(at, np))
+        visible &= np.not_equal(bias.values(at, np), -np.inf)
     return visible
 
 

@@ -1,14 +1,15 @@
 """What masks and biases share: a term is a frozen dataclass, some of whose fields are tensors.
 
-The same term exists in three forms: with the caller's tensors, with a `Layout` in the place of each
-tensor (in a `Problem`, which holds no data), and as a canonical string beside a list of tensors (the
-form in which a compiled graph carries it).
+The same term exists in three forms: with the caller's tensors; with a `Layout` in the place of
+each tensor (in a `Problem`, which holds no data); and as canonical text beside a list of tensors,
+which is how a compiled graph carries it.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -88,6 +89,7 @@ class Term:
         return term
 
 
+@dataclass(frozen=True)
 class Composite(Term):
     """A term made of others: `children`."""
 

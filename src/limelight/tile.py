@@ -129,7 +129,10 @@ class Positions:
             q_start, q_stop = self.starts + rows.start, self.starts + rows.stop
         else:
             starts = self.starts[batches]
-            q_start, q_stop = min(starts) + rows.start, max(starts) + rows.stop
+            q_start, q_stop = (
+                min(starts, default=0) + rows.start,
+                max(starts, default=0) + rows.stop,
+            )
         q_pos = self.q_pos if self.q_pos.shape[0] == 1 else self.q_pos[batches]
         return Tile(
             batches=batches,

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 from limelight.call import Call, Gradients
 from limelight.devices import Device
 from limelight.dispatch import KNOWN, Choice, allowed, choose, note
-from limelight.errors import invalid_type
+from limelight.errors import invalid_type, is_integer
 from limelight.problem import Layout, Problem, check_kinds
 from limelight.terms import Term
 
@@ -59,9 +59,10 @@ class Adapter:
 
     library: ClassVar[str]
     array_type: ClassVar[str]  # what error messages call its arrays
+    plan_type: ClassVar[type[Plan]] = Plan
 
     def attention(self, arguments: Arguments) -> Any:
-        """out, or (out, lse) where the arguments ask for it; differentiable where the library is."""
+        """out, or (out, lse) where asked for; differentiable where the library is."""
         raise NotImplementedError
 
     def is_array(self, value: Any) -> bool:
@@ -135,10 +136,8 @@ class Adapter:
             changes["bias"] = bias.map_tensors(convert)
         if a.sinks is not None:
             changes["sinks"] = convert(a.sinks)
-        start = a.query_start
-        if start is not None and not isinstance(start, (int, str)):
-            if isinstance(start, (list, tuple)) or hasattr(start, "__array__"):
-                changes["query_start"] = convert(start)
+        if _is_sequence(a.query_start):
+            changes["query_start"] = convert(a.query_start)
         if a.seed is not None:
             changes["seed"] = self._checked_seed(a.seed)
         return replace(a, **changes) if changes else a
@@ -190,7 +189,7 @@ class Adapter:
     def planned(self, a: Arguments, restriction: tuple[str, ...] | None) -> Plan:
         """The plan for prepared arguments, with these backends allowed."""
         choice = self.choice(a, restriction)
-        return Plan(self.call(a, choice.problem), choice)
+        return self.plan_type(self.call(a, choice.problem), choice)
 
     def call(self, a: Arguments, problem: Problem) -> Call:
         """The call that a backend receives: nothing left to look up or to fill in."""
@@ -221,4 +220,14 @@ class Adapter:
         if self.is_array(a.query_start):
             return a.query_start
         # "end" with a length for each batch element.
-        return self.clamp(a.mask.key_lengths(), 0, problem.kv_len) - problem.q_len
+        (lengths,) = a.mask.key_lengths()
+        return self.clamp(lengths, 0, problem.kv_len) - problem.q_len
+
+
+def _is_sequence(start: Any) -> bool:
+    """Whether a query_start holds one position per batch element. What else it is, Problem says."""
+    if start is None or isinstance(start, (int, str)):
+        return False
+    return isinstance(start, (list, tuple)) or (
+        hasattr(start, "__array__") and not is_integer(start)
+    )

@@ -24,7 +24,11 @@ class Reason:
     lift: str
 
     def __str__(self) -> str:
-        return f"{self.rule}; found {self.found}; {self.lift}" if self.lift else f"{self.rule}; {self.found}"
+        return (
+            f"{self.rule}; found {self.found}; {self.lift}"
+            if self.lift
+            else f"{self.rule}; {self.found}"
+        )
 
 
 class Backend:

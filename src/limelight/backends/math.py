@@ -52,23 +52,19 @@ class Math(Backend):
         dtype = dense.at.dtype
         # Anew rather than from the LSE, which has no digits left where scores are huge.
         probs, _, sink_probs = _softmax(dense, call, xp)
-        delta = xp.zeros_like(lse) if d_lse is None else -xp.astype(d_lse, dtype)
-        d_value = None
-        d_probs = xp.zeros_like(probs)
-        if d_out is not None:
-            d_out = xp.astype(d_out, dtype)
-            delta = delta + xp.sum(d_out * xp.astype(out, dtype), axis=-1)
-            d_probs = _matmul(d_out, xp.matrix_transpose(dense.value), call.group, xp)
-            dropped = probs
-            if dense.kept is not None:
-                d_probs = d_probs * dense.kept
-                dropped = probs * dense.kept
-            if wanted.value:
-                d_value = _matmul_t(dropped, d_out, call.group, xp)
-        elif wanted.value:
-            d_value = xp.zeros_like(dense.value)
-        # Rows that see nothing have no gradient, whatever arrives.
-        delta = xp.where(lse == -xp.inf, xp.zeros_like(delta), delta)
+        # Rows that see nothing have no gradient, whatever arrives or the query holds.
+        nothing = lse == -xp.inf
+        query = _zeroed(dense.query, nothing[..., None], xp)
+        d_lse = xp.zeros_like(lse) if d_lse is None else xp.astype(d_lse, dtype)
+        d_out = xp.zeros_like(out) if d_out is None else d_out
+        d_out = _zeroed(xp.astype(d_out, dtype), nothing[..., None], xp)
+        out = xp.astype(out, dtype)
+        delta = xp.sum(d_out * out, axis=-1) - _zeroed(d_lse, nothing, xp)
+        d_probs = _matmul(d_out, xp.matrix_transpose(dense.value), call.group, xp)
+        survived = probs
+        if dense.kept is not None:
+            d_probs, survived = d_probs * dense.kept, probs * dense.kept
+        d_value = _matmul_t(survived, d_out, call.group, xp) if wanted.value else None
         d_scores = probs * (d_probs - delta[..., None])
 
         d_bias = [None] * len(wanted.bias)
@@ -86,7 +82,7 @@ class Math(Backend):
         if call.softcap is not None:
             d_products = d_products * (1 - (dense.capped / call.softcap) ** 2)
         d_query = _matmul(d_products, dense.key, call.group, xp) if wanted.query else None
-        d_key = _matmul_t(d_products, dense.query, call.group, xp) if wanted.key else None
+        d_key = _matmul_t(d_products, query, call.group, xp) if wanted.key else None
 
         def cast(gradient: Any, like: Any) -> Any:
             return None if gradient is None else xp.astype(gradient, like.dtype)
@@ -116,8 +112,7 @@ def _dense(call: Call, xp: Any) -> _Dense:
         visible = shown if visible is None else visible & shown
     if visible is not None:
         seen = _seen(visible, call, xp)
-        key = xp.where(seen, key, xp.zeros_like(key))
-        value = xp.where(seen, value, xp.zeros_like(value))
+        key, value = _zeroed(key, ~seen, xp), _zeroed(value, ~seen, xp)
     scores = _matmul(query, xp.matrix_transpose(key), call.group, xp) * call.scale
     if call.softcap is not None:
         scores = xp.tanh(scores / call.softcap) * call.softcap
@@ -131,6 +126,10 @@ def _dense(call: Call, xp: Any) -> _Dense:
         dropped = dropout.dropped(at, call.seed, call.dropout_p, xp)
         kept = xp.astype(~dropped, dtype) * dropout.rescale(call.dropout_p)
     return _Dense(query, key, value, at, capped, scores, kept)
+
+
+def _zeroed(array: Any, where: Any, xp: Any) -> Any:
+    return xp.where(where, xp.zeros_like(array), array)
 
 
 def _softmax(dense: _Dense, call: Call, xp: Any) -> tuple[Any, Any, Any]:
@@ -163,10 +162,8 @@ def _seen(visible: Any, call: Call, xp: Any) -> Any:
 
 def _row_max(scores: Any, sinks: Any, xp: Any) -> Any:
     """[B, H, M], finite also for rows that see nothing."""
-    if scores.shape[-1] == 0:
-        top = xp.sum(scores, axis=-1) - xp.inf
-    else:
-        top = xp.max(scores, axis=-1)
+    no_keys = scores.shape[-1] == 0
+    top = xp.sum(scores, axis=-1) - xp.inf if no_keys else xp.max(scores, axis=-1)
     if sinks is not None:
         top = xp.maximum(top, sinks)
     return xp.where(top == -xp.inf, xp.zeros_like(top), top)

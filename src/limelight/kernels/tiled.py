@@ -104,26 +104,17 @@ def backward(
         d_keys, d_values = torch.zeros_like(chunk.key), torch.zeros_like(chunk.value)
         for rows in work.row_tiles():
             window = (chunk.batches, chunk.heads, rows)
-            out_rows, row_lse = out[window].to(work.dtype), lse[window].to(work.dtype)
-            d_rows = torch.zeros_like(out_rows) if d_out is None else d_out[window].to(work.dtype)
-            # The softmax's derivative takes one number a row from each score's; Δ in the paper.
-            delta = (d_rows * out_rows).sum(dim=-1)
-            if d_lse is not None:
-                delta = delta - d_lse[window].to(work.dtype)
-            nothing = row_lse == -torch.inf
-            shift, row_sum = row_lse, None  # probability = exp(score - shift) / row_sum
-            if lse_lost_digits(row_lse):
-                shift, row_sum, _ = (t.squeeze(-1) for t in _online_softmax(chunk, rows))
-                row_sum = row_sum.masked_fill(nothing, 1.0)
-            # exp(-inf - inf) is 0: rows that see nothing have no gradient, whatever arrives.
-            shift, delta = shift.masked_fill(nothing, torch.inf), delta.masked_fill(nothing, 0.0)
-            if d_sinks is not None:
-                weight = torch.exp(chunk.sinks()[:, None] - shift)
-                weight = weight if row_sum is None else weight / row_sum
-                d_sinks[chunk.heads] -= (weight * delta).sum(dim=(0, 2))
-            d_query_rows = _backward_rows(
-                chunk, rows, d_rows, shift, row_sum, delta, d_keys, d_values, d_bias
+            state = _RowState.of(
+                chunk,
+                rows,
+                out=out[window].to(work.dtype),
+                lse=lse[window].to(work.dtype),
+                d_out=None if d_out is None else d_out[window].to(work.dtype),
+                d_lse=None if d_lse is None else d_lse[window].to(work.dtype),
             )
+            if d_sinks is not None:
+                d_sinks[chunk.heads] -= state.sinks_gradient(chunk.sinks())
+            d_query_rows = _backward_rows(chunk, rows, state, d_keys, d_values, d_bias)
             if d_query is not None:
                 d_query[window] = d_query_rows
         shared = (chunk.batches, chunk.kv_heads)
@@ -143,25 +134,65 @@ def backward(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _RowState:
+    """What the backward knows of some rows before it looks at keys; [b, h, M, 1] but for d_out.
+
+    A probability is exp(score - shift) / row_sum. delta is what the softmax's derivative takes from
+    the gradient of each of a row's probabilities.
+    """
+
+    nothing: Tensor  # the rows that see no key: they have no gradient, whatever arrives
+    d_out: Tensor  # [b, h, M, E]
+    shift: Tensor
+    row_sum: Tensor | None  # None for 1
+    delta: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        chunk: _Chunk,
+        rows: slice,
+        *,
+        out: Tensor,
+        lse: Tensor,
+        d_out: Tensor | None,
+        d_lse: Tensor | None,
+    ) -> _RowState:
+        nothing = (lse == -torch.inf)[..., None]
+        d_out = torch.zeros_like(out) if d_out is None else d_out.masked_fill(nothing, 0.0)
+        delta = (d_out * out).sum(dim=-1, keepdim=True)
+        if d_lse is not None:
+            delta -= d_lse[..., None].masked_fill(nothing, 0.0)
+        shift, row_sum = lse[..., None], None
+        if lse_lost_digits(lse):
+            shift, row_sum, _ = _online_softmax(chunk, rows)
+            row_sum = row_sum.masked_fill(nothing, 1.0)
+        shift = shift.masked_fill(nothing, torch.inf)  # exp(-inf - inf) is 0
+        return cls(nothing, d_out, shift, row_sum, delta)
+
+    def sinks_gradient(self, sinks: Tensor) -> Tensor:
+        """What these rows take from the gradient of the sinks [h]."""
+        probs = torch.exp(sinks[:, None, None] - self.shift)
+        if self.row_sum is not None:
+            probs /= self.row_sum
+        return (probs * self.delta).sum(dim=(0, 2, 3))
+
+
 def _backward_rows(
     chunk: _Chunk,
     rows: slice,
-    d_rows: Tensor,
-    shift: Tensor,
-    row_sum: Tensor | None,
-    delta: Tensor,
+    state: _RowState,
     d_keys: Tensor,
     d_values: Tensor,
     d_bias: list[Tensor | None],
 ) -> Tensor:
     """Returns the gradient of these query rows; adds to those of keys, values and the bias."""
     call = chunk.call
-    query = chunk.query_rows(rows)
-    d_rows, shift, delta = (
-        chunk.grouped(t) for t in (d_rows, shift[..., None], delta[..., None])
-    )
-    row_sum = None if row_sum is None else chunk.grouped(row_sum[..., None])
-    d_rows = d_rows * dropout.rescale(call.dropout_p)
+    query = chunk.query_rows(rows).masked_fill_(chunk.grouped(state.nothing), 0.0)
+    d_rows = chunk.grouped(state.d_out) * dropout.rescale(call.dropout_p)
+    shift, delta = chunk.grouped(state.shift), chunk.grouped(state.delta)
+    row_sum = None if state.row_sum is None else chunk.grouped(state.row_sum)
     d_query = torch.zeros_like(query)
     for tile in chunk.score_tiles(query, rows, slopes=True):
         keys = tile.at.keys
@@ -307,7 +338,7 @@ class _Chunk:
         if state == TileState.PARTIAL and call.mask is not None:
             visible = call.mask.values(at, xp)
         bias = None if call.bias is None else call.bias.values(at, xp)
-        if bias is not None and call.bias.hides():
+        if call.bias is not None and call.bias.hides():
             shown = bias != -torch.inf
             visible = shown if visible is None else visible & shown
         if visible is not None:

@@ -8,7 +8,7 @@ Seen in torch 2.13 and put right here, each with a test:
 - a NaN in keys or values that nothing sees reaches outputs and gradients: keys past a batch
   element's length are cut off, and others that a mask hides from every query are zeroed;
 - an empty row has the LSE 0: it is set to -inf;
-- a row of NaN scores gives 0 where there are fewer keys than a vector holds, unless there is a mask.
+- a row of NaN scores gives 0 where keys are fewer than a vector holds: a mask of 0 prevents it.
 """
 
 from __future__ import annotations
@@ -49,9 +49,7 @@ def forward(call: Call, terms: Terms) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def _forward_part(
-    query: Tensor, key: Tensor, value: Tensor, part: _Part
-) -> tuple[Tensor, Tensor]:
+def _forward_part(query: Tensor, key: Tensor, value: Tensor, part: _Part) -> tuple[Tensor, Tensor]:
     keys = slice(0, part.kv_len)
     mask = part.mask
     if mask is None and part.kv_len < _VECTOR:
@@ -175,7 +173,7 @@ def _inputs(call: Call, terms: Terms) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _empty_rows(part: _Part) -> Tensor:
-    """[B or 1, H or 1, M or 1]: the rows in which the mask hides every key that causality leaves."""
+    """[B or 1, H or 1, M or 1]: rows in which the mask hides every key that causality leaves."""
     assert part.mask is not None
     visible = part.mask != -torch.inf
     if part.causal:

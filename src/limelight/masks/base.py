@@ -39,9 +39,9 @@ class Mask(Term):
     def is_ordered(self) -> bool:
         return any(type(part).ordered for part in self.parts() if isinstance(part, Mask))
 
-    def key_lengths(self) -> Any | None:
-        """The per-batch lengths that every visible key lies under, where the mask has some."""
-        return None
+    def key_lengths(self) -> tuple[Any, ...]:
+        """The per-batch lengths under which every visible key lies: one entry per KeyLengths."""
+        return ()
 
     def __and__(self, other: Mask) -> Mask:
         return And.joined(self, _mask(other))
@@ -68,8 +68,8 @@ class And(Composite, Mask):
     def tile_state(self, at: Tile) -> TileState:
         return min(child.tile_state(at) for child in self.children)
 
-    def key_lengths(self) -> Any | None:
-        return next((c.key_lengths() for c in self.children if c.key_lengths() is not None), None)
+    def key_lengths(self) -> tuple[Any, ...]:
+        return tuple([each for child in self.children for each in child.key_lengths()])
 
     def __repr__(self) -> str:
         return " & ".join(_wrapped(child) for child in self.children)

@@ -92,9 +92,7 @@ class Documents(Mask):
         greatest = min(int(keys.max()), int(queries.max()))
         if least > greatest or greatest < 0:
             return TileState.EMPTY
-        alike = min(int(keys.min()), int(queries.min())) == max(
-            int(keys.max()), int(queries.max())
-        )
+        alike = min(int(keys.min()), int(queries.min())) == max(int(keys.max()), int(queries.max()))
         return TileState.FULL if alike else TileState.PARTIAL
 
 

@@ -41,8 +41,8 @@ class KeyLengths(Mask):
                 needed=f"one length per batch element, shape ({size.batch},)",
             )
 
-    def key_lengths(self) -> Any | None:
-        return self.lengths
+    def key_lengths(self) -> tuple[Any, ...]:
+        return (self.lengths,)
 
     def values(self, at: Tile, xp: Any) -> Any:
         return at.k_pos < self.lengths[at.batches][:, None, None, None]

@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from limelight.errors import invalid
+from limelight.errors import invalid, is_integer
 from limelight.masks.base import Mask
 from limelight.tile import Tile, TileState
 
@@ -37,7 +37,7 @@ class SlidingWindow(Mask):
     """
 
     left: int | None
-    right: int | None | Literal["left"] = "left"
+    right: int | Literal["left"] | None = "left"
 
     ordered: ClassVar[bool] = True
     plain_fields: ClassVar[tuple[str, ...]] = ("left", "right")
@@ -46,7 +46,7 @@ class SlidingWindow(Mask):
         if self.right == "left":
             object.__setattr__(self, "right", self.left)
         for name, width in (("left", self.left), ("right", self.right)):
-            if width is not None and (not isinstance(width, int) or width < 0):
+            if width is not None and (not is_integer(width) or width < 0):
                 raise invalid(
                     f"SlidingWindow {name}", found=width, needed="tokens (0 or more), or None"
                 )

@@ -1,1 +1,1 @@
-"""PyTorch tensors: `adapter`, what limelight asks of them; `eager` and `operator`, how calls run."""
+"""PyTorch: `adapter`, what limelight asks of tensors; `eager` and `operator`, how calls run."""

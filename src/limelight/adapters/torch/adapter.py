@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from limelight.adapters.base import Adapter, Arguments
 from limelight.adapters.torch import eager, operator
+from limelight.adapters.torch.plan import TorchPlan, autocasts
 from limelight.devices import CPU, Device
 from limelight.dispatch import Choice
 from limelight.errors import invalid, invalid_type
@@ -24,6 +25,7 @@ _PLANS = 4096  # choices kept by what was seen of the tensors, before a Problem 
 class TorchAdapter(Adapter):
     library = "torch"
     array_type = "a torch tensor"
+    plan_type = TorchPlan
 
     def __init__(self) -> None:
         self._choices: dict[tuple[Any, ...], Choice] = {}
@@ -74,7 +76,9 @@ class TorchAdapter(Adapter):
         named = [("query", a.query), ("key", a.key), ("value", a.value), ("sinks", a.sinks)]
         if a.bias is not None:
             named += [(f"bias.{n}", tensor) for n, tensor in enumerate(a.bias.tensors())]
-        return tuple([name for name, tensor in named if tensor is not None and tensor.requires_grad])
+        return tuple(
+            [name for name, tensor in named if tensor is not None and tensor.requires_grad]
+        )
 
     def deterministic(self) -> bool:
         return torch.are_deterministic_algorithms_enabled()
@@ -118,7 +122,7 @@ class TorchAdapter(Adapter):
                     needed=f"one on {query.device}, as query is",
                 )
         kind = query.device.type
-        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        if autocasts(kind):
             dtype = torch.get_autocast_dtype(kind)
             cast = {
                 name: getattr(a, name).to(dtype)

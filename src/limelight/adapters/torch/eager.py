@@ -12,6 +12,7 @@ from torch import Tensor
 
 from limelight.adapters.base import Plan
 from limelight.adapters.torch.gradients import double_backward, present, spread
+from limelight.adapters.torch.plan import TorchPlan
 from limelight.call import Call, Gradients
 from limelight.dispatch import Choice, note
 
@@ -27,7 +28,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, shell: Call, choice: Choice, *tensors: Any) -> tuple[Tensor, Tensor]:
         call = shell.with_tensors(list(tensors))
-        wide, lse = Plan(call, choice).forward()
+        wide, lse = TorchPlan(call, choice).forward()
         ctx.save_for_backward(wide, lse, *tensors)
         ctx.shell, ctx.choice = shell, choice
         ctx.set_materialize_grads(False)
@@ -58,8 +59,9 @@ class _AttentionBackward(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         call = shell.with_tensors(list(tensors))
         parameters = len(call.bias.tensors()) if call.bias is not None else 0
-        wanted = Gradients(*needs[:4], needs[4 : 4 + parameters])
-        gradients = Plan(call, choice).backward(out, lse, d_out, d_lse, wanted)
+        query, key, value, sinks, *rest = needs
+        wanted = Gradients(query, key, value, sinks, tuple(rest[:parameters]))
+        gradients = TorchPlan(call, choice).backward(out, lse, d_out, d_lse, wanted)
         ctx.save_for_backward(d_out, d_lse, *tensors)
         ctx.shell, ctx.choice, ctx.needs = shell, choice, needs
         ctx.set_materialize_grads(False)

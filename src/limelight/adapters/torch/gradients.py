@@ -8,6 +8,7 @@ from itertools import compress
 import torch
 from torch import Tensor
 
+from limelight.adapters.torch.plan import without_autocast
 from limelight.backends.math import Math
 from limelight.call import Call, Gradients
 
@@ -50,7 +51,8 @@ def double_backward(
 
     inputs = [leaf(tensor) for tensor in (d_out, d_lse, *tensors)]
     d_out, d_lse, *tensors = inputs
-    with torch.enable_grad():
+    kind = next(t.device.type for t in tensors if t is not None)
+    with torch.enable_grad(), without_autocast(kind):
         results = zip(Math().forward(call_of(list(tensors))), (d_out, d_lse), strict=True)
         arrived = [(result, gradient) for result, gradient in results if gradient is not None]
         first = torch.autograd.grad(

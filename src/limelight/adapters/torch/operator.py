@@ -120,7 +120,7 @@ def _empty_out(query: Tensor, value: Tensor) -> Tensor:
 
 
 def _as_promised(value: Tensor, promise: Tensor) -> Tensor:
-    """The value with the strides that the operator's fake promised: a compiled graph relies on them."""
+    """The value with the strides that the fake promised: a compiled graph relies on them."""
     return value if value.stride() == promise.stride() else promise.copy_(value)
 
 
@@ -171,7 +171,9 @@ def _attention_backward(
     )
     gradients = plan.backward(out, lse, d_out, d_lse, wanted)
     promises = [torch.empty_like(t) for t, need in zip(tensors, needs, strict=True) if need]
-    return [_as_promised(g, promise) for g, promise in zip(present(gradients), promises, strict=True)]
+    return [
+        _as_promised(g, promise) for g, promise in zip(present(gradients), promises, strict=True)
+    ]
 
 
 @_attention_backward.register_fake

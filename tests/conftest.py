@@ -1,0 +1,70 @@
+"""Fixtures: the device, each backend in turn, poisoned memory, a fixed seed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from limelight import backends, explain  # noqa: E402
+from limelight.backends import BACKENDS  # noqa: E402
+from limelight.testing import poisoned  # noqa: E402
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)  # each worker has a core of its own
+
+NAMES = [backend.name for backend in BACKENDS]
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+    return request.param
+
+
+@pytest.fixture(params=NAMES)
+def backend(request: pytest.FixtureRequest):
+    """Allows only one backend, by turns; `backend.runs(...)` skips what it refuses."""
+    with backends(request.param):
+        yield _One(request.param)
+
+
+class _One:
+    """The only backend that is allowed."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __str__(self) -> str:
+        return self.name
+
+    def runs(self, *args, **options) -> None:
+        """Skips the test, with the reasons, where the backend refuses the call."""
+        choice = explain(*args, **options)
+        if choice.backend is None:
+            pytest.skip(f"{self.name}: " + "; ".join(map(str, choice.reasons[self.name])))
+        assert choice.backend == self.name
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def nan_memory():
+    with poisoned():
+        yield
+
+
+@pytest.fixture
+def no_deterministic_switch():
+    """Puts torch's own switch back, whatever the test does to it."""
+    before = torch.are_deterministic_algorithms_enabled()
+    with contextlib.ExitStack() as stack:
+        stack.callback(torch.use_deterministic_algorithms, before)
+        yield
