@@ -263,7 +263,9 @@ def test_compiled_model():
     with torch.no_grad():
         want = model(ids, attention_mask=mask).last_hidden_state
         compiled = torch.compile(model, backend="eager", fullgraph=True)
-        got = compiled(ids, attention_mask=mask).last_hidden_state
+        with ll.record() as calls:
+            got = compiled(ids, attention_mask=mask).last_hidden_state
+    assert calls[0].choice.problem.mask.tensor.shape == (3, 1, 1, LENGTH)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 

@@ -81,13 +81,15 @@ def record_table(record: Record) -> Table:
     """A row for each different call, with how often it ran."""
     from limelight.dispatch import describe
 
-    table = _table("calls", "stage", "backend", "query", "key", "mask", "bias")
-    table.columns[0].justify = "right"
+    described = [describe(call.choice.problem) for call in record.calls]
+    optional = [name for name in ("mask", "bias") if any(name in words for words in described)]
+    columns = ["query", "key", *optional]
     counted: Counter[tuple[str, ...]] = Counter()
-    for call in record.calls:
-        words = describe(call.choice.problem)
-        shown = (words["query"], words["key"], words.get("mask", ""), words.get("bias", ""))
+    for call, words in zip(record.calls, described, strict=True):
+        shown = (words.get(name, "") for name in columns)
         counted[(call.stage, call.backend, *shown)] += 1
+    table = _table("calls", "stage", "backend", *columns)
+    table.columns[0].justify = "right"
     for row, count in counted.items():
         table.add_row(str(count), *row)
     return table

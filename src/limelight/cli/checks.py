@@ -44,7 +44,10 @@ class Idle:
 
 @dataclass(frozen=True)
 class Case:
-    """One problem in float64 NumPy."""
+    """One problem in float64 NumPy; the last query stands at the last key, as "end" means.
+
+    lengths: what the mask's `KeyLengths` holds, or the number of keys.
+    """
 
     query: np.ndarray
     key: np.ndarray
@@ -52,6 +55,7 @@ class Case:
     d_out: np.ndarray
     mask: Any
     bias: Any
+    lengths: Any
 
 
 def cases() -> list[Case]:
@@ -61,15 +65,17 @@ def cases() -> list[Case]:
     def draw(*shape: int) -> np.ndarray:
         return rng.standard_normal(shape)
 
-    def case(kv_heads: int, q_len: int, mask: Any, bias: Any) -> Case:
+    def case(kv_heads: int, q_len: int, mask: Any, bias: Any, lengths: Any = 80) -> Case:
         query, d_out = draw(2, 4, q_len, 32), draw(2, 4, q_len, 32)
-        return Case(query, draw(2, kv_heads, 80, 32), draw(2, kv_heads, 80, 32), d_out, mask, bias)
+        key, value = draw(2, kv_heads, 80, 32), draw(2, kv_heads, 80, 32)
+        return Case(query, key, value, d_out, mask, bias, lengths)
 
-    causal, lengths = limelight.Causal(), limelight.KeyLengths(np.array([57, 80]))
+    causal, lengths = limelight.Causal(), np.array([57, 80])
+    padded = causal & limelight.KeyLengths(lengths)
     slopes = np.array([0.5, 0.25, 0.125, 0.0625], np.float32)
     return [
-        case(2, 75, causal & lengths, limelight.ALiBi(slopes)),
-        case(2, 75, causal & lengths, None),
+        case(2, 75, padded, limelight.ALiBi(slopes), lengths),
+        case(2, 75, padded, None, lengths),
         case(2, 80, causal, None),
         case(4, 80, None, None),
     ]
@@ -179,15 +185,13 @@ def _host(tensor: Any) -> np.ndarray:
 def _reference(case: Case, run: _NumPy | _Torch) -> list[np.ndarray]:
     """The oracle's out and gradients, from the numbers that the backend was given."""
     query, key, value, d_out = run.rounded()
-    lengths = case.mask.key_lengths() if case.mask is not None else ()
-    ends = lengths[0] if lengths else key.shape[2]
     found = reference.attention(
         query,
         key,
         value,
         mask=case.mask,
         bias=case.bias,
-        query_start=ends - query.shape[2],
+        query_start=case.lengths - query.shape[2],
         d_out=d_out,
     )
     grads = found.gradients

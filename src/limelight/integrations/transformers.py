@@ -152,21 +152,24 @@ def attention_mask(
     """The mask of a model's forward: that of transformers' `sdpa_mask`, element by element.
 
     Plain causal and bidirectional masks, with padding or without, come as a `LazyMask`, so that
-    nothing of size q_length * kv_length is made. All others (sliding windows, chunks, packed
-    sequences, functions of the user, traced graphs) come from `sdpa_mask` itself.
+    nothing of size q_length * kv_length is made; bidirectional padding in a traced graph comes as
+    an expanded tensor. All others (sliding windows, chunks, packed sequences, functions of the
+    user, causal masks in traced graphs) come from `sdpa_mask` itself.
 
     attention_mask: [batch, tokens] bool, False for padding. Returns None where nothing is hidden,
     or nothing but what `is_causal` says.
     """
-    dense = (
-        use_vmap
-        or local_size is not None
-        or is_tracing(attention_mask)
-        or not (isinstance(q_offset, int) and isinstance(kv_offset, int))
-        or mask_function not in (causal_mask_function, bidirectional_mask_function)
-        or (attention_mask is not None and attention_mask.ndim != 2)
+    causal = mask_function is causal_mask_function
+    tracing = is_tracing(attention_mask)
+    plain = (
+        (causal or mask_function is bidirectional_mask_function)
+        and not use_vmap
+        and local_size is None
+        and isinstance(q_offset, int)
+        and isinstance(kv_offset, int)
+        and (attention_mask is None or attention_mask.ndim == 2)
     )
-    if dense:
+    if not plain or (tracing and (causal or attention_mask is None)):
         return sdpa_mask(
             batch_size=batch_size,
             q_length=q_length,
@@ -185,9 +188,10 @@ def attention_mask(
     padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
     if padding is not None:
         padding = padding[:, kv_offset : kv_offset + kv_length].bool()
+        if tracing:  # a graph holds no LazyMask, and has no values to look at
+            return padding[:, None, None, :].expand(batch_size, 1, q_length, kv_length)
         if bool(padding.all()):  # waits for the device once a forward, as sdpa_mask does
             padding = None
-    causal = mask_function is causal_mask_function
     if padding is None:
         if not causal and allow_is_bidirectional_skip:
             return None
