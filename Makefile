@@ -9,7 +9,7 @@ TORCH := torch==2.13.0
 .PHONY: demo test lint format clean
 
 demo: $(VENV)/ready
-	$(PYTHON) -m limelight.cli demo --question "Which planet has rings?"
+	$(PYTHON) -m limelight demo --question "Why should we protect the forests?"
 
 test: $(VENV)/ready
 	$(PYTHON) -m pytest -n auto

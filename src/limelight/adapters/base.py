@@ -153,11 +153,10 @@ class Adapter:
         needed = "an integer of 64 bits, or an int64 array of one element"
         if self.is_array(seed):
             seed = self.asarray(seed, query, "seed")
-            layout = self.layout(seed)
-            if layout.dtype != "int64":
-                raise invalid_type("seed", found=f"dtype {layout.dtype}", needed=needed)
-            if math.prod(layout.shape) != 1:
-                raise invalid("seed", found=f"shape {layout.shape}", needed=needed)
+            if self.dtype(seed) != "int64":
+                raise invalid_type("seed", found=f"dtype {self.dtype(seed)}", needed=needed)
+            if math.prod(seed.shape) != 1:
+                raise invalid("seed", found=f"shape {tuple(seed.shape)}", needed=needed)
             return seed.reshape(1)
         if not is_integer(seed):
             raise invalid_type("seed", found=repr(seed), needed=needed)

@@ -29,7 +29,10 @@ class NumPyAdapter(Adapter):
         array = np.asarray(value)
         if array.dtype.kind not in "biuf":
             raise invalid_type(name, found=f"{value!r}", needed="numbers or booleans")
-        if array.dtype == np.float64 and not isinstance(value, np.ndarray):
+        if array.dtype.kind == "u":
+            return array.astype(np.int64)  # unsigned numbers wrap around when subtracted
+        given = isinstance(value, np.ndarray)
+        if array.dtype == np.float64 and not given and like.dtype != np.float64:
             array = array.astype(np.float32)
         return array
 

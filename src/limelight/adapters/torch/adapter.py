@@ -38,10 +38,16 @@ class TorchAdapter(Adapter):
     def asarray(self, value: Any, like: Any, name: str) -> Any:
         if not isinstance(value, Tensor):
             try:
-                return torch.as_tensor(value, device=like.device)
+                tensor = torch.as_tensor(value, device=like.device)
             except (TypeError, ValueError, RuntimeError) as error:
                 raise invalid_type(name, found=f"{value!r}", needed=f"a tensor ({error})") from None
+            if like.dtype == torch.float64 and isinstance(value, (list, tuple)):
+                if tensor.is_floating_point():  # Python's numbers are float64
+                    return torch.as_tensor(value, dtype=torch.float64, device=like.device)
+            return tensor
         self._check_tensor(name, value, like)
+        if value.dtype in (torch.uint8, torch.uint16, torch.uint32, torch.uint64):
+            return value.to(torch.int64)  # unsigned numbers wrap around when subtracted
         return value
 
     def _check_tensor(self, name: str, tensor: Any, like: Any) -> None:
@@ -68,10 +74,11 @@ class TorchAdapter(Adapter):
     def layout(self, array: Any) -> Layout:
         strides = array.stride()
         shape = tuple(array.shape)
+        if is_fake(array):  # no address, and sizes that may be symbols
+            return Layout(shape, strides, self.dtype(array))
         rows = [s for s, size in zip(strides[:-1], shape[:-1], strict=True) if size > 1]
         item = array.element_size()
-        address = 0 if is_fake(array) else array.data_ptr()
-        alignment = math.gcd(16, address, *(item * stride for stride in rows))
+        alignment = math.gcd(16, array.data_ptr(), *(item * stride for stride in rows))
         return Layout(shape, strides, self.dtype(array), alignment)
 
     def device(self, array: Any) -> Device:

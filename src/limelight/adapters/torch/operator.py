@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from functools import lru_cache
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -57,7 +58,8 @@ def attention(adapter: TorchAdapter, a: Arguments) -> tuple[Tensor, Tensor]:
     spec = "{" + ",".join([f'"{name}":{text}' for name, text in fields.items()]) + "}"
     number = None if isinstance(start, (Tensor, str)) else start
     numbers = (number, a.scale, a.softcap, a.dropout_p)
-    return torch.ops.limelight.attention(list(named.values()), spec, *numbers)
+    out, lse, _ = torch.ops.limelight.attention(list(named.values()), spec, *numbers)
+    return out, lse
 
 
 def _names(names: Sequence[str]) -> str:
@@ -113,10 +115,10 @@ def _plan(tensors: Sequence[Tensor | None], spec: str, *numbers: Any) -> Plan:
     return ADAPTER.planned(_arguments(tensors, spec, *numbers), _parsed(spec)["allowed"])
 
 
-def _empty_out(query: Tensor, value: Tensor) -> Tensor:
+def _empty_out(query: Tensor, value: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Laid out as (batch, length, heads, dim), so that joining the heads again needs no copy."""
     batch, heads, q_len, _ = query.shape
-    return query.new_empty((batch, q_len, heads, value.shape[3])).transpose(1, 2)
+    return query.new_empty((batch, q_len, heads, value.shape[3]), dtype=dtype).transpose(1, 2)
 
 
 def _as_promised(value: Tensor, promise: Tensor) -> Tensor:
@@ -132,20 +134,38 @@ def _attention(
     scale: float | None,
     softcap: float | None,
     dropout_p: float,
-) -> tuple[Tensor, Tensor]:
-    out, lse = _plan(tensors, spec, start, scale, softcap, dropout_p).forward()
-    out = out.to(tensors[0].dtype)
-    return _as_promised(out, _empty_out(tensors[0], tensors[2])), lse.contiguous()
+) -> tuple[Tensor, Tensor, Tensor]:
+    """out, LSE, and for the backward the output before it was rounded, where there is one."""
+    query, _, value = tensors[:3]
+    wide, lse = _plan(tensors, spec, start, scale, softcap, dropout_p).forward()
+    out = _as_promised(wide.to(query.dtype), _empty_out(query, value))
+    wide = _as_promised(wide, _empty_out(query, value, _wide(query))) if _rounds(query) else None
+    return out, lse.contiguous(), query.new_empty(0) if wide is None else wide
+
+
+def _rounds(query: Tensor) -> bool:
+    """Whether backends give a wider output than the caller gets: on the CPU, in half precision."""
+    return query.device.type == "cpu" and query.dtype in (torch.float16, torch.bfloat16)
+
+
+def _wide(query: Tensor) -> torch.dtype:
+    return torch.float64 if query.dtype == torch.float64 else torch.float32
 
 
 @_attention.register_fake
-def _(tensors: Sequence[Tensor], spec: str, *numbers: Any) -> tuple[Tensor, Tensor]:
+def _(tensors: Sequence[Tensor], spec: str, *numbers: Any) -> tuple[Tensor, Tensor, Tensor]:
     from limelight.adapters.torch.adapter import ADAPTER
 
-    ADAPTER.describe(_arguments(tensors, spec, *numbers))  # raises what an eager call would
-    query, value = tensors[0], tensors[2]
-    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
-    return _empty_out(query, value), query.new_empty(query.shape[:3], dtype=wide)
+    # Raises what an eager call would. A number that is a symbol here is checked when the graph runs.
+    start, scale, softcap, dropout_p = (
+        number if isinstance(number, (int, float, NoneType)) else stand_in
+        for number, stand_in in zip(numbers, (0, None, None, 0.0), strict=True)
+    )
+    ADAPTER.describe(_arguments(tensors, spec, start, scale, softcap, dropout_p))
+    query, _, value = tensors[:3]
+    wide = _empty_out(query, value, _wide(query)) if _rounds(query) else query.new_empty(0)
+    lse = query.new_empty(query.shape[:3], dtype=_wide(query))
+    return _empty_out(query, value), lse, wide
 
 
 @torch.library.custom_op("limelight::attention_backward", mutates_args=())
@@ -182,13 +202,14 @@ def _(tensors: Sequence[Tensor], *others: Any) -> list[Tensor]:
     return [torch.empty_like(t) for t, need in zip(tensors, needs, strict=True) if need]
 
 
-def _keep_forward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _keep_forward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     tensors, ctx.spec, *ctx.numbers = inputs
-    ctx.save_for_backward(*tensors, *output)
+    out, lse, wide = output
+    ctx.save_for_backward(*tensors, wide if _rounds(tensors[0]) else out, lse)
     ctx.needs = [tensor.requires_grad for tensor in tensors]
 
 
-def _backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> Any:
+def _backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, _: object) -> Any:
     *tensors, out, lse = ctx.saved_tensors
     gradients = torch.ops.limelight.attention_backward(
         tensors, out, lse, d_out, d_lse, ctx.spec, *ctx.numbers, ctx.needs
