@@ -276,9 +276,7 @@ def test_other_numbers_in_tensors_do_not_compile_again():
 
 def test_other_lengths_do_not_compile_again_where_dynamic():
     count = Counter()
-    run = torch.compile(
-        lambda q, k, v: attention(q, k, v, mask=Causal()), fullgraph=True, dynamic=True, backend=count
-    )
+    run = torch.compile(lambda q, k, v: attention(q, k, v, mask=Causal()), fullgraph=True, dynamic=True, backend=count)
     for length in (9, 12, 300, 17):
         q, k, v = qkv(grad=False, q_len=length)
         torch.testing.assert_close(run(q, k, v), attention(q, k, v, mask=Causal()))
@@ -289,9 +287,7 @@ def test_other_lengths_do_not_compile_again_where_dynamic():
 def test_an_integer_window_and_numbers_that_change(dynamic):
     """A number of Python is a constant or a symbol; either way the right one is used."""
     run = torch.compile(
-        lambda q, k, v, w, start, scale: attention(
-            q, k, v, mask=SlidingWindow(w, 0), query_start=start, scale=scale
-        ),
+        lambda q, k, v, w, start, scale: attention(q, k, v, mask=SlidingWindow(w, 0), query_start=start, scale=scale),
         fullgraph=True,
         dynamic=dynamic,
         backend="aot_eager",

@@ -41,7 +41,13 @@ def problems():
         yield Problem.of(dtype=dtype, training=training, dropout_p=dropout_p, **term)
     for head_dim, value_dim in ((1, 1), (64, 32), (255, 256), (256, 256)):
         yield Problem.of(head_dim=head_dim, value_dim=value_dim)
-    for sizes in ({"q_len": 0}, {"kv_len": 0}, {"batch": 0}, {"q_len": 1, "kv_len": 5000}, {"heads": 32, "kv_heads": 8}):
+    for sizes in (
+        {"q_len": 0},
+        {"kv_len": 0},
+        {"batch": 0},
+        {"q_len": 1, "kv_len": 5000},
+        {"heads": 32, "kv_heads": 8},
+    ):
         yield Problem.of(**sizes)
     for option in ({"softcap": 3.0}, {"scale": 0.0}, {"scale": -1.0}, {"deterministic": True}, {"library": "numpy"}):
         yield Problem.of(**option)
@@ -341,7 +347,7 @@ def in_a_thread(run):
     def guarded():
         try:
             run()
-        except BaseException as error:  # noqa: BLE001
+        except BaseException as error:
             errors.append(error)
 
     thread = threading.Thread(target=guarded)

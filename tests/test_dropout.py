@@ -211,9 +211,9 @@ def test_no_seed_is_drawn_without_dropout(device):
 
 def test_numpy_generator_draws_the_seed():
     q, k, v = (t.numpy() for t in qkv(grad=False))
-    np.random.seed(1)  # noqa: NPY002
+    np.random.seed(1)
     first = attention(q, k, v, dropout_p=0.5)
-    np.random.seed(1)  # noqa: NPY002
+    np.random.seed(1)
     np.testing.assert_array_equal(attention(q, k, v, dropout_p=0.5), first)
 
 

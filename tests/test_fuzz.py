@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
@@ -18,9 +19,10 @@ from limelight import (
     attention_vjp,
     backends,
     explain,
+    record,
 )
 from limelight.backends import BACKENDS
-from limelight.testing import TOLERANCES, as_float64, assert_close, check, oracle, poisoned
+from limelight.testing import STEP, TOLERANCES, as_float64, assert_close, check, oracle, poisoned
 
 DTYPES = st.sampled_from([torch.float32, torch.float32, torch.float64, torch.float16, torch.bfloat16])
 # Small, and a few that cross the tiles' edges.
@@ -113,7 +115,10 @@ def one_mask(draw, drawn, s):
 @st.composite
 def one_bias(draw, drawn, s):
     dtype = draw(st.sampled_from([drawn.dtype, torch.float32]))
-    kind = draw(st.sampled_from(["alibi", "paper", "batched alibi", "dense", "dense with gaps"]))
+    kinds = ["alibi", "batched alibi", "dense", "dense with gaps"]
+    if drawn.dtype != torch.float64:
+        kinds.append("paper")  # whose slopes are float32
+    kind = draw(st.sampled_from(kinds))
     if kind == "paper":
         return ALiBi()
     if kind.endswith("alibi"):
@@ -196,12 +201,13 @@ def test_numpy_agrees_with_the_oracle(call):
     (out, lse), pullback = attention_vjp(q, k, v, return_lse=True, **options)
     tolerance = TOLERANCES[q.dtype.name]
     expected = oracle(q, k, v, **options)
-    assert_close("out", out, expected.out, tolerance)
+    largest = np.abs(expected.lse[np.isfinite(expected.lse)]).max(initial=0.0)
+    tolerance += (2.0**-52 if q.dtype.name == "float64" else 2.0**-23) * largest
+    assert_close("out", out, expected.out, tolerance, slack=STEP[q.dtype.name])
     assert_close("lse", lse, expected.lse, tolerance, rows=False)
     if q.dtype.name != "float64":
         return  # the gradients' slack is the torch tests' matter
-    d_out, d_lse = as_float64(out) + 1, as_float64(lse * 0).copy()
-    d_lse[...] = 0.5
+    d_out, d_lse = as_float64(out) + 1, np.full(lse.shape, 0.5)
     found = pullback(d_out, d_lse)
     right = oracle(q, k, v, d_out=d_out, d_lse=d_lse, **options).gradients
     pairs = zip((*found[:4], *found.bias), (*right[:4], *right.bias), strict=True)
@@ -215,8 +221,6 @@ def test_numpy_agrees_with_the_oracle(call):
 @given(calls(dtypes=st.just(torch.float32), lengths=st.integers(0, 12)))
 def test_what_runs_is_what_explain_says(call):
     inputs, options = call
-    from limelight import record
-
     with record() as ran:
         attention(*inputs, **options)
     choice = explain(*inputs, **options)

@@ -237,9 +237,7 @@ def test_gradgradcheck_of_rows_that_see_nothing(backend, device):
 
 
 def test_third_order(backend, device):
-    q, k, v = qkv(
-        batch=1, heads=2, q_len=3, kv_len=4, head_dim=2, dtype=torch.float64, device=device
-    )
+    q, k, v = qkv(batch=1, heads=2, q_len=3, kv_len=4, head_dim=2, dtype=torch.float64, device=device)
     backend.runs(q, k, v, mask=Causal(), query_start=1)
 
     def ours(q, k, v):

@@ -606,6 +606,12 @@ def test_positions_beyond_half_precision(backend, device):
         check(q, k, v, **options)
 
 
+def test_float64_takes_the_papers_slopes_in_float64(backend, device):
+    q, k, v = qkv(device=device, heads=12, dtype=torch.float64)
+    backend.runs(q, k, v, bias=ALiBi())
+    check(q, k, v, bias=ALiBi())
+
+
 # Autocast.
 
 
