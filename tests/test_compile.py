@@ -162,7 +162,12 @@ def test_layouts_are_as_promised(transposed):
         with backends(name), FakeTensorMode(allow_non_fake_inputs=True) as mode:
             fakes = [mode.from_tensor(t.detach()) for t in leaves]
             q, k, v = (t.transpose(1, 2) for t in fakes) if transposed else fakes
-            if explain(*(t.detach().transpose(1, 2) if transposed else t.detach() for t in leaves)).backend is None:
+            if (
+                explain(
+                    *(t.detach().transpose(1, 2) if transposed else t.detach() for t in leaves)
+                ).backend
+                is None
+            ):
                 continue
             fake = torch.ops.limelight.attention(*recorded(q, k, v))
         with backends(name):
@@ -180,10 +185,12 @@ def recorded(q, k, v, **options):
 
     def spy(*arguments):
         kept.append(arguments)
-        return q, q
+        return q, q, q
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(operator.torch.ops, "limelight", type("ops", (), {"attention": staticmethod(spy)}))
+        patch.setattr(
+            operator.torch.ops, "limelight", type("ops", (), {"attention": staticmethod(spy)})
+        )
         operator.attention(ADAPTER, ADAPTER.prepared(Arguments(q, k, v, **options)))
     return kept[0]
 
@@ -206,7 +213,7 @@ def test_opcheck_of_the_backward(given):
     q, k, v = qkv()
     tensors, spec, *numbers = recorded(q, k, v, bias=ALiBi(normal(4)), mask=Causal())
     tensors = [t.detach() for t in tensors]
-    out, lse = torch.ops.limelight.attention(tensors, spec, *numbers)
+    out, lse, _ = torch.ops.limelight.attention(tensors, spec, *numbers)
     d_out = None if given == "lse" else torch.randn_like(out)
     d_lse = None if given == "out" else torch.randn_like(lse)
     for needs in ([True] * 4, [False, True, False, True]):
@@ -237,7 +244,7 @@ def test_second_derivative_of_a_compiled_forward():
     """The operator, with its backward, can be differentiated twice."""
     q, k, v = qkv(dtype=torch.float64)
     arguments = recorded(q, k, v, mask=Causal())
-    out, _ = torch.ops.limelight.attention(*arguments)
+    out, _, _ = torch.ops.limelight.attention(*arguments)
     eager = attention(q, k, v, mask=Causal())
 
     def second(out):
@@ -270,13 +277,20 @@ def test_other_numbers_in_tensors_do_not_compile_again():
     for lengths, seed in (([9, 4], 1), ([0, 3], 2), ([1, 1], 3)):
         n, s = torch.tensor(lengths), torch.tensor([seed])
         found = run(q, k, v, n, s)
-        torch.testing.assert_close(found, attention(q, k, v, mask=KeyLengths(n), dropout_p=0.5, seed=s))
+        torch.testing.assert_close(
+            found, attention(q, k, v, mask=KeyLengths(n), dropout_p=0.5, seed=s)
+        )
     assert count.graphs == 1
 
 
 def test_other_lengths_do_not_compile_again_where_dynamic():
     count = Counter()
-    run = torch.compile(lambda q, k, v: attention(q, k, v, mask=Causal()), fullgraph=True, dynamic=True, backend=count)
+    run = torch.compile(
+        lambda q, k, v: attention(q, k, v, mask=Causal()),
+        fullgraph=True,
+        dynamic=True,
+        backend=count,
+    )
     for length in (9, 12, 300, 17):
         q, k, v = qkv(grad=False, q_len=length)
         torch.testing.assert_close(run(q, k, v), attention(q, k, v, mask=Causal()))
@@ -287,7 +301,9 @@ def test_other_lengths_do_not_compile_again_where_dynamic():
 def test_an_integer_window_and_numbers_that_change(dynamic):
     """A number of Python is a constant or a symbol; either way the right one is used."""
     run = torch.compile(
-        lambda q, k, v, w, start, scale: attention(q, k, v, mask=SlidingWindow(w, 0), query_start=start, scale=scale),
+        lambda q, k, v, w, start, scale: attention(
+            q, k, v, mask=SlidingWindow(w, 0), query_start=start, scale=scale
+        ),
         fullgraph=True,
         dynamic=dynamic,
         backend="aot_eager",
@@ -328,7 +344,10 @@ def test_compiled_calls_are_recorded_with_their_backward():
         out.sum().backward()
         with backends("math"):
             run(q, k, v)
-    assert [(call.stage, call.backend) for call in calls] == [("backward", "math"), ("forward", "math")]
+    assert [(call.stage, call.backend) for call in calls] == [
+        ("backward", "math"),
+        ("forward", "math"),
+    ]
     assert calls[0].choice.problem.gradients == ("query", "key", "value")
 
 

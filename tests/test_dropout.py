@@ -11,7 +11,8 @@ from inputs import normal, qkv
 
 from limelight import ALiBi, Causal, KeyLengths, attention, attention_vjp, backends, explain
 from limelight.backends import BACKENDS
-from limelight.dropout import kept, philox, threshold
+from limelight.dropout import dropped as dropped_at
+from limelight.dropout import philox, threshold
 from limelight.testing import assert_close, check
 from limelight.tile import Positions, Size
 
@@ -102,7 +103,7 @@ def test_the_place_not_the_tile_decides():
     positions = Positions.of(
         np, size=Size(2, 3, 9, 23), dtype=np.float64, device="cpu", query_start=4
     )
-    whole = kept(positions.whole(), 17, 0.4, np)
+    whole = ~dropped_at(positions.whole(), 17, 0.4, np)
     for b, h, m, n in [(1, 1, 2, 3), (2, 3, 9, 5), (1, 2, 4, 6), (2, 1, 1, 1)]:
         joined = np.zeros_like(whole)
         cuts = (range(0, size, cut) for size, cut in zip((2, 3, 9, 23), (b, h, m, n), strict=True))
@@ -111,7 +112,7 @@ def test_the_place_not_the_tile_decides():
                 slice(start, min(start + cut, size))
                 for start, cut, size in zip(starts, (b, h, m, n), (2, 3, 9, 23), strict=True)
             )
-            joined[window] = kept(positions.tile(*window), 17, 0.4, np)
+            joined[window] = ~dropped_at(positions.tile(*window), 17, 0.4, np)
         assert (joined == whole).all(), (b, h, m, n)
 
 

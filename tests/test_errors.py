@@ -336,8 +336,12 @@ def test_masks_of_every_kind_in_numpy_are_refused_too():
 def test_nested_tensors_are_refused():
     for layout in (torch.strided, torch.jagged):
         with pytest.warns(UserWarning) if layout == torch.strided else _no_warning():
-            nested = torch.nested.nested_tensor([torch.ones(4, 3, 8), torch.ones(4, 3, 8)], layout=layout)
-        with pytest.raises(TypeError, match="query: found a .*nested|query: found a tensor of layout torch.jagged"):
+            nested = torch.nested.nested_tensor(
+                [torch.ones(4, 3, 8), torch.ones(4, 3, 8)], layout=layout
+            )
+        with pytest.raises(
+            TypeError, match="query: found a .*nested|query: found a tensor of layout torch.jagged"
+        ):
             attention(nested, nested, nested)
 
 
@@ -362,7 +366,13 @@ def test_numbers_of_numpy_are_numbers():
     q, k, v = inputs()
     right = attention(q, k, v, scale=0.5, softcap=2.0, query_start=3, mask=Causal())
     found = attention(
-        q, k, v, scale=np.float32(0.5), softcap=np.float64(2.0), query_start=np.int64(3), mask=Causal()
+        q,
+        k,
+        v,
+        scale=np.float32(0.5),
+        softcap=np.float64(2.0),
+        query_start=np.int64(3),
+        mask=Causal(),
     )
     torch.testing.assert_close(found, right, rtol=0, atol=0)
 

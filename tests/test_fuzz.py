@@ -24,7 +24,9 @@ from limelight import (
 from limelight.backends import BACKENDS
 from limelight.testing import STEP, TOLERANCES, as_float64, assert_close, check, oracle, poisoned
 
-DTYPES = st.sampled_from([torch.float32, torch.float32, torch.float64, torch.float16, torch.bfloat16])
+DTYPES = st.sampled_from(
+    [torch.float32, torch.float32, torch.float64, torch.float16, torch.bfloat16]
+)
 # Small, and a few that cross the tiles' edges.
 LENGTHS = st.integers(0, 20) | st.sampled_from([255, 256, 257, 300, 511, 513, 520])
 
@@ -69,7 +71,9 @@ class Drawn:
     def heads(self, batch, heads, length, dim):
         """(batch, heads, length, dim) in one of several layouts."""
         grad = self.draw(st.booleans())
-        kind = self.draw(st.sampled_from(["plain", "plain", "transposed", "sliced", "spread", "shared"]))
+        kind = self.draw(
+            st.sampled_from(["plain", "plain", "transposed", "sliced", "spread", "shared"])
+        )
         if kind == "transposed":
             return self.normal(batch, length, heads, dim, grad=grad).transpose(1, 2)
         if kind == "sliced":
@@ -188,7 +192,12 @@ def test_every_backend_agrees_with_the_oracle(call):
 
 
 @settings(max_examples=80, deadline=None, suppress_health_check=SLOW)
-@given(calls(dtypes=st.sampled_from([torch.float32, torch.float64, torch.float16]), lengths=st.integers(0, 12)))
+@given(
+    calls(
+        dtypes=st.sampled_from([torch.float32, torch.float64, torch.float16]),
+        lengths=st.integers(0, 12),
+    )
+)
 def test_numpy_agrees_with_the_oracle(call):
     inputs, options = call
     for name in ("mask", "bias"):

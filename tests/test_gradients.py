@@ -237,7 +237,9 @@ def test_gradgradcheck_of_rows_that_see_nothing(backend, device):
 
 
 def test_third_order(backend, device):
-    q, k, v = qkv(batch=1, heads=2, q_len=3, kv_len=4, head_dim=2, dtype=torch.float64, device=device)
+    q, k, v = qkv(
+        batch=1, heads=2, q_len=3, kv_len=4, head_dim=2, dtype=torch.float64, device=device
+    )
     backend.runs(q, k, v, mask=Causal(), query_start=1)
 
     def ours(q, k, v):
@@ -334,7 +336,9 @@ def test_deterministic_is_bitwise(backend, device, how, dtype, no_deterministic_
 
 @pytest.mark.parametrize("given", [None, True, False])
 @pytest.mark.parametrize("switch", [True, False])
-def test_deterministic_follows_the_switch_only_where_not_given(given, switch, no_deterministic_switch):
+def test_deterministic_follows_the_switch_only_where_not_given(
+    given, switch, no_deterministic_switch
+):
     q, k, v = qkv()
     torch.use_deterministic_algorithms(switch)
     with record() as calls:

@@ -12,7 +12,9 @@ from limelight.testing import check
 pytestmark = pytest.mark.usefixtures("nan_memory")
 
 
-@pytest.mark.parametrize("head_dim", [1, 2, 3, 5, 8, 16, 31, 33, 64, 65, 96, 127, 128, 192, 255, 256])
+@pytest.mark.parametrize(
+    "head_dim", [1, 2, 3, 5, 8, 16, 31, 33, 64, 65, 96, 127, 128, 192, 255, 256]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_head_dim(backend, device, head_dim, dtype):
     q, k, v = qkv(device=device, heads=2, q_len=17, kv_len=19, head_dim=head_dim, dtype=dtype)
@@ -34,7 +36,12 @@ LENGTHS = [1, 7, 127, 129, 255, 256, 257, 511, 512, 513, 1000]
 
 @pytest.mark.parametrize(
     ("q_len", "kv_len"),
-    [*((n, n) for n in LENGTHS), *((n, 257) for n in LENGTHS), *((129, n) for n in LENGTHS), (1, 1000)],
+    [
+        *((n, n) for n in LENGTHS),
+        *((n, 257) for n in LENGTHS),
+        *((129, n) for n in LENGTHS),
+        (1, 1000),
+    ],
 )
 def test_lengths(backend, device, q_len, kv_len):
     q, k, v = qkv(device=device, batch=1, heads=2, kv_heads=1, q_len=q_len, kv_len=kv_len)
@@ -123,7 +130,9 @@ def expanded_number(device):
 
 def overlapping(device):
     """Windows over a sequence: rows share memory."""
-    return tuple(normal(200, device=device).as_strided((2, 4, 9, 8), (60, 12, 3, 1)) for _ in range(3))
+    return tuple(
+        normal(200, device=device).as_strided((2, 4, 9, 8), (60, 12, 3, 1)) for _ in range(3)
+    )
 
 
 VIEWS = [
@@ -176,7 +185,9 @@ def test_a_copy_is_announced(view):
 
 @pytest.mark.parametrize("view", [transposed, packed, sliced, offset, expanded_heads])
 def test_no_copy_is_announced_where_none_is_made(view):
-    assert not [note for note in explain(*(t.detach() for t in view("cpu"))).notes if "copy" in note]
+    assert not [
+        note for note in explain(*(t.detach() for t in view("cpu"))).notes if "copy" in note
+    ]
 
 
 def test_the_inputs_are_left_as_they_were(backend, device):

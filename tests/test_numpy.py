@@ -67,7 +67,10 @@ print("fine")
 
 def test_without_torch():
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", WITHOUT_TORCH], capture_output=True, text=True, check=False
+        [sys.executable, "-W", "error", "-c", WITHOUT_TORCH],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "fine"
@@ -99,7 +102,9 @@ def test_pullback_against_the_oracle(dtype, options):
     assert lse.dtype == (np.float64 if dtype == np.float64 else np.float32)
     assert_close("out", out, right.out, tolerance)
     assert_close("lse", lse, right.lse, tolerance, rows=False)
-    pairs = zip((*found[:4], *found.bias), (*right.gradients[:4], *right.gradients.bias), strict=True)
+    pairs = zip(
+        (*found[:4], *found.bias), (*right.gradients[:4], *right.gradients.bias), strict=True
+    )
     for n, (gradient, expected) in enumerate(pairs):
         if expected is not None:
             assert_close(f"gradient {n}", gradient, expected, 3 * tolerance)
@@ -140,7 +145,10 @@ def test_the_forward_and_the_pullback_are_recorded():
     with record() as calls:
         out, pullback = attention_vjp(q, k, v)
         pullback(np.ones_like(out))
-    assert [(call.stage, call.backend) for call in calls] == [("forward", "math"), ("backward", "math")]
+    assert [(call.stage, call.backend) for call in calls] == [
+        ("forward", "math"),
+        ("backward", "math"),
+    ]
 
 
 def test_lists_are_arrays_of_parameters():
@@ -156,16 +164,26 @@ def test_lists_are_arrays_of_parameters():
     assert_close("out", listed, given, 1e-6)
 
 
-@pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.int16, np.int32, np.uint32, np.int64, np.uint64])
+@pytest.mark.parametrize(
+    "dtype", [np.uint8, np.int8, np.int16, np.int32, np.uint32, np.int64, np.uint64]
+)
 def test_integers_of_every_width(dtype):
     q, k, v = arrays(n=300)
     lengths = np.array([100, 3], dtype)
     options = {"mask": Causal() & KeyLengths(lengths), "query_start": "end"}
-    right = {"mask": Causal() & KeyLengths(lengths.astype(np.int64)), "query_start": np.array([93, -4])}
+    right = {
+        "mask": Causal() & KeyLengths(lengths.astype(np.int64)),
+        "query_start": np.array([93, -4]),
+    }
     assert_close("out", attention(q, k, v, **options), attention(q, k, v, **right), 1e-6)
     ids = np.repeat(np.arange(3), 100).astype(dtype)
     found = attention(q, k, v, mask=Documents(ids), query_start=295)
-    assert_close("out", found, attention(q, k, v, mask=Documents(ids.astype(np.int64)), query_start=295), 1e-6)
+    assert_close(
+        "out",
+        found,
+        attention(q, k, v, mask=Documents(ids.astype(np.int64)), query_start=295),
+        1e-6,
+    )
 
 
 @pytest.mark.parametrize(
@@ -180,7 +198,16 @@ def test_integers_of_every_width(dtype):
         lambda a: _unaligned(a),
         lambda a: _read_only(a),
     ],
-    ids=["reversed", "last reversed", "Fortran", "big-endian", "broadcast", "stride 0", "unaligned", "read-only"],
+    ids=[
+        "reversed",
+        "last reversed",
+        "Fortran",
+        "big-endian",
+        "broadcast",
+        "stride 0",
+        "unaligned",
+        "read-only",
+    ],
 )
 def test_views(view):
     q, k, v = (view(array) for array in arrays(kv_heads=4))

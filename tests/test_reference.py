@@ -16,7 +16,11 @@ START = 2
 
 def arrays(seed=0):
     rng = np.random.default_rng(seed)
-    q, k, v = rng.normal(size=(B, H, M, D)), rng.normal(size=(B, G, N, D)), rng.normal(size=(B, G, N, E))
+    q, k, v = (
+        rng.normal(size=(B, H, M, D)),
+        rng.normal(size=(B, G, N, D)),
+        rng.normal(size=(B, G, N, E)),
+    )
     return q, k, v, rng.normal(size=H), rng.normal(size=H), rng.normal(size=(M, N))
 
 
@@ -83,13 +87,19 @@ def test_dropout_keeps_what_it_says():
     assert set(np.unique(keep.round(12))) == {0.0, round(1 / 0.6, 12)}
     tensors = [torch.tensor(array, requires_grad=True) for array in (q, k, v, sinks, slopes, dense)]
     out, _ = plain(
-        *tensors, scale=D**-0.5, softcap=None, visible=torch.ones(M, N).bool(), keep=torch.tensor(keep)
+        *tensors,
+        scale=D**-0.5,
+        softcap=None,
+        visible=torch.ones(M, N).bool(),
+        keep=torch.tensor(keep),
     )
     d_out = np.random.default_rng(1).normal(size=(B, H, M, E))
     found = reference.attention(q, k, v, **options, dropout_p=0.4, seed=5, d_out=d_out)
     np.testing.assert_allclose(found.out, out.detach(), atol=1e-13)
     right = torch.autograd.grad(out, tensors, torch.tensor(d_out))
-    for gradient, expected in zip((*found.gradients[:4], *found.gradients.bias), right, strict=True):
+    for gradient, expected in zip(
+        (*found.gradients[:4], *found.gradients.bias), right, strict=True
+    ):
         np.testing.assert_allclose(gradient, expected, atol=1e-12)
 
 
@@ -147,7 +157,10 @@ def test_bad_numbers_that_nobody_sees():
 @pytest.mark.parametrize(("m", "n"), [(0, 3), (3, 0), (0, 0)])
 def test_empty_sizes(m, n):
     found = reference.attention(
-        np.ones((1, 2, m, 3)), np.ones((1, 2, n, 3)), np.ones((1, 2, n, 4)), d_out=np.ones((1, 2, m, 4))
+        np.ones((1, 2, m, 3)),
+        np.ones((1, 2, n, 3)),
+        np.ones((1, 2, n, 4)),
+        d_out=np.ones((1, 2, m, 4)),
     )
     assert found.out.shape == (1, 2, m, 4)
     assert (found.out == 0).all()

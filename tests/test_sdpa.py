@@ -27,7 +27,9 @@ def compare(q, k, v, mask=None, tolerance=1e-5, **options):
     leaves = [t for t in (q, k, v, mask) if t is not None and t.requires_grad]
     d_out = torch.randn_like(theirs)
     for found, right in zip(
-        torch.autograd.grad(ours, leaves, d_out), torch.autograd.grad(theirs, leaves, d_out), strict=True
+        torch.autograd.grad(ours, leaves, d_out),
+        torch.autograd.grad(theirs, leaves, d_out),
+        strict=True,
     ):
         assert found.shape == right.shape
         # A bias that is the same for all of a query's keys has a gradient of zero, but for rounding.
@@ -45,7 +47,9 @@ MASKS = {
     "float, heads": lambda: normal(4, 7, 9),
     "float, batch": lambda: normal(2, 1, 7, 9),
     "float, whole": lambda: normal(2, 4, 7, 9),
-    "float with -inf": lambda: torch.zeros(7, 9).masked_fill(torch.rand(7, 9) < 0.3, -torch.inf).requires_grad_(),
+    "float with -inf": lambda: (
+        torch.zeros(7, 9).masked_fill(torch.rand(7, 9) < 0.3, -torch.inf).requires_grad_()
+    ),
 }
 
 
@@ -95,7 +99,9 @@ def test_leading_dimensions_broadcast(first, second, third, mask):
         compare(q, k, v, given)
 
 
-@pytest.mark.parametrize("shape", [(2, 2, 3, 5, 6), (1, 2, 1, 5, 6), (2, 3, 5, 6), (3, 1, 6), (1, 6)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(2, 2, 3, 5, 6), (1, 2, 1, 5, 6), (2, 3, 5, 6), (3, 1, 6), (1, 6)], ids=str
+)
 @pytest.mark.parametrize("kind", ["bool", "float"])
 def test_masks_of_five_dimensions(shape, kind):
     q, k, v = normal(2, 2, 3, 5, 8), normal(2, 2, 3, 6, 8), normal(2, 2, 3, 6, 8)
@@ -104,7 +110,8 @@ def test_masks_of_five_dimensions(shape, kind):
 
 
 @pytest.mark.parametrize(
-    ("first", "second"), [((4,), (2,)), ((2, 4), (2, 2)), ((2, 4), (1, 1)), ((2, 3, 4), (2, 3, 2)), ((2, 4), (2,))]
+    ("first", "second"),
+    [((4,), (2,)), ((2, 4), (2, 2)), ((2, 4), (1, 1)), ((2, 3, 4), (2, 3, 2)), ((2, 4), (2,))],
 )
 def test_grouped_heads_with_other_dimensions(first, second):
     q, k, v = normal(*first, 5, 8), normal(*second, 6, 8), normal(*second, 6, 8)
@@ -147,9 +154,18 @@ def test_arguments_by_position_and_by_name():
     mask = torch.ones(5, 5).tril().bool()
     by_position = scaled_dot_product_attention(q, k, v, mask, 0.0, False, 0.5, False)
     by_name = scaled_dot_product_attention(
-        query=q, key=k, value=v, attn_mask=mask, dropout_p=0.0, is_causal=False, scale=0.5, enable_gqa=False
+        query=q,
+        key=k,
+        value=v,
+        attn_mask=mask,
+        dropout_p=0.0,
+        is_causal=False,
+        scale=0.5,
+        enable_gqa=False,
     )
-    theirs = functional.scaled_dot_product_attention(q, k, v, mask, 0.0, False, scale=0.5, enable_gqa=False)
+    theirs = functional.scaled_dot_product_attention(
+        q, k, v, mask, 0.0, False, scale=0.5, enable_gqa=False
+    )
     assert torch.equal(by_position, by_name)
     assert_close("out", by_name, theirs, 1e-5)
 
@@ -184,5 +200,7 @@ def test_numpy():
     assert isinstance(ours, np.ndarray)
     assert_close("out", ours, functional.scaled_dot_product_attention(q, k, v, mask), 1e-5)
     ours = scaled_dot_product_attention(q[0, 0].numpy(), k.numpy(), v[:1].numpy(), is_causal=True)
-    theirs = functional.scaled_dot_product_attention(q[0, 0].expand(2, 3, 5, 8), k, v[:1].expand_as(v), is_causal=True)
+    theirs = functional.scaled_dot_product_attention(
+        q[0, 0].expand(2, 3, 5, 8), k, v[:1].expand_as(v), is_causal=True
+    )
     assert_close("out", ours, theirs, 1e-5)

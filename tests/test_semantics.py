@@ -91,7 +91,9 @@ def test_options_in_every_combination(backend, device, present):
     q, k, v = qkv(device=device, heads=4, kv_heads=2, q_len=11, kv_len=14)
     all_options = {
         "softcap": {"softcap": 1.5},
-        "bias": {"bias": ALiBi(normal(4, device=device)) + DenseBias(normal(11, 14, device=device))},
+        "bias": {
+            "bias": ALiBi(normal(4, device=device)) + DenseBias(normal(11, 14, device=device))
+        },
         "mask": {"mask": Causal() | DenseMask(torch.rand(2, 1, 11, 14, device=device) > 0.6)},
         "sinks": {"sinks": normal(4, device=device)},
         "dropout": {"dropout_p": 0.3, "seed": 5},
@@ -290,7 +292,9 @@ def padded_by_lengths(device):
 
 
 def padded_by_documents(device):
-    ids = torch.tensor([[0, 0, 0, -1, -1, 1, 1, 1, 1], [0, 0, 1, 1, 2, 2, -1, -1, -1]], device=device)
+    ids = torch.tensor(
+        [[0, 0, 0, -1, -1, 1, 1, 1, 1], [0, 0, 1, 1, 2, 2, -1, -1, -1]], device=device
+    )
     return {"mask": Documents(ids)}, [(0, 3, 5), (1, 6, 9)]
 
 
@@ -459,7 +463,10 @@ def test_empty_sizes(backend, device, sizes, options):
 def test_no_batch_with_a_start_for_each_element(backend, device, start):
     q, k, v = qkv(device=device, batch=0)
     none = torch.zeros(0, dtype=torch.int64, device=device)
-    options = {"mask": Causal() & KeyLengths(none), "query_start": start if start == "end" else none}
+    options = {
+        "mask": Causal() & KeyLengths(none),
+        "query_start": start if start == "end" else none,
+    }
     backend.runs(q, k, v, **options)
     check(q, k, v, **options)
 
@@ -523,7 +530,9 @@ def test_lse_joins_two_halves_of_the_keys(backend, device):
     """What return_lse is for: attention over parts, weighted by their share of the whole."""
     q, k, v = qkv(device=device, kv_len=20, grad=False)
     backend.runs(q, k, v)
-    parts = [attention(q, k[:, :, s], v[:, :, s], return_lse=True) for s in (slice(0, 7), slice(7, 20))]
+    parts = [
+        attention(q, k[:, :, s], v[:, :, s], return_lse=True) for s in (slice(0, 7), slice(7, 20))
+    ]
     lse = torch.logaddexp(parts[0][1], parts[1][1])
     joined = sum(out * (part - lse).exp()[..., None] for out, part in parts)
     torch.testing.assert_close(joined, attention(q, k, v))

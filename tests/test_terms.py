@@ -86,7 +86,9 @@ def test_masks_by_hand_in_torch(mask, q_len, kv_len, start, expected):
     np.testing.assert_array_equal(found.expand(1, 1, q_len, kv_len)[0, 0].numpy(), rows(expected))
 
 
-@pytest.mark.parametrize(("q_len", "kv_len", "start"), [(5, 5, 0), (3, 7, 4), (7, 3, -4), (4, 6, 1)])
+@pytest.mark.parametrize(
+    ("q_len", "kv_len", "start"), [(5, 5, 0), (3, 7, 4), (7, 3, -4), (4, 6, 1)]
+)
 def test_causal_is_tril(q_len, kv_len, start):
     """`torch.tril` keeps what lies on and under the diagonal `start`."""
     expected = torch.ones(q_len, kv_len).tril(start).bool().numpy()
@@ -245,7 +247,9 @@ def tiled_masks(draw):
     for _ in range(draw(st.integers(0, 2))):
         other = draw(st.sampled_from(every))
         mask = draw(st.sampled_from([mask & other, mask | other, other | mask]))
-    start = draw(st.integers(-8, 20) | st.lists(st.integers(-8, 20), min_size=2, max_size=2).map(np.array))
+    start = draw(
+        st.integers(-8, 20) | st.lists(st.integers(-8, 20), min_size=2, max_size=2).map(np.array)
+    )
     window = tuple(some_slice(draw, length) for length in SIZE)
     return mask, start, window
 
@@ -279,7 +283,9 @@ def test_tile_state_is_true_of_torch_tensors(case):
     start = torch.as_tensor(start) if isinstance(start, np.ndarray) else start
     mask = mask.map_tensors(torch.as_tensor)
     tile = positions(start, xp=torch_xp).tile(*window)
-    np.testing.assert_array_equal(np.broadcast_to(mask.values(tile, torch_xp).numpy(), whole.shape), whole)
+    np.testing.assert_array_equal(
+        np.broadcast_to(mask.values(tile, torch_xp).numpy(), whole.shape), whole
+    )
     state = mask.tile_state(tile)
     assert state != TileState.EMPTY or not whole.any()
     assert state != TileState.FULL or whole.all()
@@ -332,7 +338,10 @@ def test_fold_is_the_derivative_of_values(bias):
 
     parameters = [torch.as_tensor(tensor).requires_grad_() for tensor in bias.tensors()]
     traced = bias.with_tensors(iter(parameters))
-    total = (traced.values(positions(torch.as_tensor(start), xp=torch_xp).whole(), torch_xp) * torch.as_tensor(weight)).sum()
+    total = (
+        traced.values(positions(torch.as_tensor(start), xp=torch_xp).whole(), torch_xp)
+        * torch.as_tensor(weight)
+    ).sum()
     for found, expected in zip(folded, torch.autograd.grad(total, parameters), strict=True):
         np.testing.assert_allclose(found, expected.numpy(), atol=1e-12)
 
@@ -363,7 +372,8 @@ TERMS = [
     *biases(),
     ALiBi(),
     Causal() & SlidingWindow(3, None) & KeyLengths(np.array([1, 2])),
-    (Causal() | SlidingWindow(3)) & (KeyLengths(np.array([1, 2])) | DenseMask(np.ones((12, 15), bool))),
+    (Causal() | SlidingWindow(3))
+    & (KeyLengths(np.array([1, 2])) | DenseMask(np.ones((12, 15), bool))),
     ALiBi() + DenseBias(np.ones((12, 15))) + ALiBi(np.ones(4)),
 ]
 
@@ -374,7 +384,7 @@ def test_spec_and_tensors_make_the_same_term_again(term):
     assert type(again) is type(term)
     assert again.spec() == term.spec()
     assert all(one is other for one, other in zip(again.tensors(), term.tensors(), strict=True))
-    resolved = [t.resolved(SIZE, np.asarray) for t in (term, again)]
+    resolved = [t.resolved(SIZE.q_heads, np.asarray) for t in (term, again)]
     np.testing.assert_array_equal(values(resolved[0]), values(resolved[1]))
 
 
@@ -406,7 +416,10 @@ def test_composites_are_flat():
 
 def test_repr_shows_the_structure():
     mask = Causal() & (SlidingWindow(1) | SlidingWindow(2, None))
-    assert repr(mask) == "Causal() & (SlidingWindow(left=1, right=1) | SlidingWindow(left=2, right=None))"
+    assert (
+        repr(mask)
+        == "Causal() & (SlidingWindow(left=1, right=1) | SlidingWindow(left=2, right=None))"
+    )
     again = eval(repr(mask), {"Causal": Causal, "SlidingWindow": SlidingWindow})
     assert again == mask
     assert repr(ALiBi() + ALiBi()) == "ALiBi(slopes=None) + ALiBi(slopes=None)"

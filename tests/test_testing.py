@@ -36,7 +36,9 @@ def test_what_is_not_close(actual, expected):
 
 
 def test_what_is_close():
-    assert_close("x", np.array([1.0, -np.inf, np.nan]), np.array([1.0 + 1e-9, -np.inf, np.nan]), 1e-5)
+    assert_close(
+        "x", np.array([1.0, -np.inf, np.nan]), np.array([1.0 + 1e-9, -np.inf, np.nan]), 1e-5
+    )
     assert_close("x", np.zeros((0, 3)), np.zeros((0, 3)), 1e-5)
 
 

@@ -1,4 +1,4 @@
-"""What tests of attention need: an error measure, tolerances, a comparer that raises, poisoned memory.
+"""What tests of attention need: an error measure, tolerances, a comparer, poisoned memory.
 
 Public, so that whoever writes a mask, a bias or a backend can hold it to the same contract:
 
@@ -24,7 +24,7 @@ from limelight.call import Gradients
 from limelight.masks import Mask
 from limelight.tile import Positions, Size
 
-# The greatest error ‖actual - expected‖ / ‖expected‖ of an output or gradient, by the inputs' dtype.
+# The greatest error ‖actual - expected‖ / ‖expected‖ of a result, by the inputs' dtype.
 TOLERANCES = {"float64": 1e-12, "float32": 1e-5, "float16": 2e-3, "bfloat16": 1.5e-2}
 # Half the distance from 1 to the next number.
 ROUNDING = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
@@ -168,10 +168,14 @@ def oracle(query: Any, key: Any, value: Any, **options: Any) -> reference.Refere
     for name in ("sinks", "d_out", "d_lse"):
         if options.get(name) is not None:
             options[name] = as_float64(options[name])
-    return reference.attention(as_float64(query), as_float64(key), as_float64(value), query_start=start, **options)
+    return reference.attention(
+        as_float64(query), as_float64(key), as_float64(value), query_start=start, **options
+    )
 
 
-def magnitudes(query: Any, key: Any, value: Any, d_out: Any, d_lse: Any, **options: Any) -> dict[str, np.ndarray]:
+def magnitudes(
+    query: Any, key: Any, value: Any, d_out: Any, d_lse: Any, **options: Any
+) -> dict[str, np.ndarray]:
     """How large the terms are whose differences make each gradient, by the gradient's name.
 
     A score's gradient is `P (dP - delta)`. Any implementation that keeps its output in the inputs'
@@ -210,7 +214,7 @@ def magnitudes(query: Any, key: Any, value: Any, d_out: Any, d_lse: Any, **optio
         )
         size = Size(*query.shape[:3], key.shape[2])
         at = Positions.of(np, size=size, dtype=np.float64, device="cpu", query_start=start).whole()
-        resolved = given.resolved(size, np.asarray).map_tensors(as_numpy)
+        resolved = given.resolved(size.q_heads, np.asarray).map_tensors(as_numpy)
         folded = [np.zeros(tensor.shape) for tensor in resolved.tensors()]
         resolved.fold(terms, at, np, folded)
         own = _of_own_tensors(given, folded)
@@ -228,7 +232,7 @@ def check(
     tolerance: float | None = None,
     **options: Any,
 ) -> None:
-    """Holds `limelight.attention` to the oracle: output, LSE and the gradients of whatever wants one.
+    """Holds `limelight.attention` to the oracle: output, LSE and every gradient that is wanted.
 
     Arguments:
         query, key, value, options: those of `limelight.attention`, as torch tensors.
@@ -293,7 +297,7 @@ def _of_own_tensors(bias: Any, gradients: Any) -> list[Any]:
     rest, own = iter(gradients), []
     for part in bias.parts() if bias is not None else ():
         given = len(part.tensors())
-        every = len(part.resolved(Size(1, 1, 1, 1), np.asarray).tensors())
+        every = len(part.resolved(1, np.asarray).tensors())
         of_part = [next(rest) for _ in range(every)]
         own += of_part if given else []
     return own

@@ -41,9 +41,9 @@ class TorchAdapter(Adapter):
                 tensor = torch.as_tensor(value, device=like.device)
             except (TypeError, ValueError, RuntimeError) as error:
                 raise invalid_type(name, found=f"{value!r}", needed=f"a tensor ({error})") from None
-            if like.dtype == torch.float64 and isinstance(value, (list, tuple)):
-                if tensor.is_floating_point():  # Python's numbers are float64
-                    return torch.as_tensor(value, dtype=torch.float64, device=like.device)
+            listed = isinstance(value, (list, tuple)) and tensor.is_floating_point()
+            if listed and like.dtype == torch.float64:  # as exact as Python's numbers are
+                return torch.as_tensor(value, dtype=torch.float64, device=like.device)
             return tensor
         self._check_tensor(name, value, like)
         if value.dtype in (torch.uint8, torch.uint16, torch.uint32, torch.uint64):

@@ -156,7 +156,7 @@ def _wide(query: Tensor) -> torch.dtype:
 def _(tensors: Sequence[Tensor], spec: str, *numbers: Any) -> tuple[Tensor, Tensor, Tensor]:
     from limelight.adapters.torch.adapter import ADAPTER
 
-    # Raises what an eager call would. A number that is a symbol here is checked when the graph runs.
+    # Raises what an eager call would. A symbol's number is checked when the graph runs.
     start, scale, softcap, dropout_p = (
         number if isinstance(number, (int, float, NoneType)) else stand_in
         for number, stand_in in zip(numbers, (0, None, None, 0.0), strict=True)
