@@ -335,7 +335,9 @@ def test_masks_of_every_kind_in_numpy_are_refused_too():
 
 def test_nested_tensors_are_refused():
     for layout in (torch.strided, torch.jagged):
-        with pytest.warns(UserWarning) if layout == torch.strided else _no_warning():
+        with (
+            pytest.warns(UserWarning, match="nested") if layout == torch.strided else _no_warning()
+        ):
             nested = torch.nested.nested_tensor(
                 [torch.ones(4, 3, 8), torch.ones(4, 3, 8)], layout=layout
             )

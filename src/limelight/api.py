@@ -203,7 +203,8 @@ def scaled_dot_product_attention(
         adapter, query, key, value, attn_mask, enable_gqa
     )
     if attn_mask is not None:
-        size = Size(*query.shape[:3], key.shape[2])
+        batch, heads, q_len, _ = query.shape
+        size = Size(batch, heads, q_len, key.shape[2])
         check_broadcastable("attn_mask", attn_mask.shape, size)
         if adapter.dtype(attn_mask) == "bool":
             mask = DenseMask(attn_mask)

@@ -212,7 +212,8 @@ def magnitudes(
         start = starts(
             options.get("query_start"), options.get("mask"), query.shape[2], key.shape[2]
         )
-        size = Size(*query.shape[:3], key.shape[2])
+        batch, heads, q_len, _ = query.shape
+        size = Size(batch, heads, q_len, key.shape[2])
         at = Positions.of(np, size=size, dtype=np.float64, device="cpu", query_start=start).whole()
         resolved = given.resolved(size.q_heads, np.asarray).map_tensors(as_numpy)
         folded = [np.zeros(tensor.shape) for tensor in resolved.tensors()]
@@ -254,14 +255,13 @@ def check(
     if d_lse is None:
         d_lse = _normal(lse, seed=2)
     expected = oracle(query, key, value, d_out=d_out, d_lse=d_lse, **options)
-    if tolerance is None:
-        tolerance = TOLERANCES[_name(query.dtype)]
-    assert_close("lse", lse, expected.lse, tolerance, rows=False)
+    close = TOLERANCES[_name(query.dtype)] if tolerance is None else tolerance
+    assert_close("lse", lse, expected.lse, close, rows=False)
     # A score's rounding error is absolute, and a relative error of its weight.
     largest = np.abs(expected.lse[np.isfinite(expected.lse)]).max(initial=0.0)
-    tolerance += 2 * ROUNDING[_name(wide)] * largest
+    close += 2 * ROUNDING[_name(wide)] * largest
     step = STEP[_name(query.dtype)]
-    assert_close("out", out, expected.out, tolerance, slack=step)
+    assert_close("out", out, expected.out, close, slack=step)
 
     assert expected.gradients is not None
     bias = options.get("bias")
@@ -283,7 +283,7 @@ def check(
     for (name, tensor, right), gradient in zip(named, gradients, strict=True):
         assert gradient.dtype == tensor.dtype, f"d_{name} is {gradient.dtype}, not {tensor.dtype}"
         # A parameter may have a narrower dtype than the query.
-        limit = max(tolerance, TOLERANCES[_name(tensor.dtype)])
+        limit = max(close, TOLERANCES[_name(tensor.dtype)])
         try:
             assert_close(f"d_{name}", gradient, right, limit, slack=step)
         except AssertionError:  # the magnitudes cost three times the oracle, and are seldom needed
