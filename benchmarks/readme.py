@@ -31,9 +31,9 @@ def table(results: dict[str, Any]) -> str:
         f"## Measured, on {about['device']}",
         "",
         f"{about['date']}, torch {about['torch']}, {about['threads']} threads; milliseconds, "
-        f"median of {about['repeats']}, forward + backward; peak memory beyond the inputs. PyTorch "
-        "is `F.scaled_dot_product_attention`, with a dense mask where a case needs one. Each time was "
-        "taken after both results agreed. Times on a GPU are not measured yet.",
+        f"median of {about['repeats']}, forward + backward; peak memory beyond the inputs. "
+        "PyTorch is `F.scaled_dot_product_attention`, with a dense mask where a case needs one. "
+        "Each time was taken after both results agreed. Times on a GPU are not measured yet.",
         "",
         "| case | ran on | limelight, ms | PyTorch, ms | limelight, MB | PyTorch, MB |",
         "|---|---|---|---|---|---|",
