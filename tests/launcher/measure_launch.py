@@ -1,6 +1,6 @@
 """How long one launch takes on the CPU, in microseconds, against the stub driver.
 
-    python tests/launcher/measure_launch.py
+python tests/launcher/measure_launch.py
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import tempfile
 import timeit
 from pathlib import Path
 
-from conftest import Stub, binary, build
+from stub_driver import Stub, binary, build
 
 from limelight.launcher import Driver, Kernel
 
@@ -20,10 +20,12 @@ def microseconds(statement, loops: int = 20_000, repeats: int = 9) -> float:
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        path = build(Path(folder), "-DMEASURE")
+        path = build(Path(folder))
         stub, driver = Stub(path), Driver(str(path))
         for pointers, integers, floats in ((5, 4, 1), (14, 22, 4)):
-            kernel = Kernel(binary(*["*fp16"] * pointers, *["i64"] * integers, *["fp32"] * floats), driver)
+            kernel = Kernel(
+                binary(*["*fp16"] * pointers, *["i64"] * integers, *["fp32"] * floats), driver
+            )
             addresses = [0x7F00_0000_0000 + 4096 * n for n in range(pointers)]
             args = (*addresses, *range(integers), *[0.125] * floats)
             grid = (64, 8, 1)

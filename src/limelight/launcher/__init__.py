@@ -11,10 +11,10 @@ runs. No framework is involved; addresses, streams and scratch memory come from 
 
 from limelight.launcher.abi import AbiError as AbiError
 from limelight.launcher.binary import Binary as Binary
+from limelight.launcher.binary import SharedMemoryError as SharedMemoryError
 from limelight.launcher.cache import Cache as Cache
 from limelight.launcher.cache import default_cache as default_cache
 from limelight.launcher.compile import CompileError as CompileError
-from limelight.launcher.compile import SharedMemoryError as SharedMemoryError
 from limelight.launcher.compile import compile_kernel as compile_kernel
 from limelight.launcher.driver import CaptureError as CaptureError
 from limelight.launcher.driver import Driver as Driver
@@ -22,4 +22,5 @@ from limelight.launcher.driver import DriverError as DriverError
 from limelight.launcher.driver import DriverNotFound as DriverNotFound
 from limelight.launcher.launch import Kernel as Kernel
 from limelight.launcher.recipe import Recipe as Recipe
+from limelight.launcher.signature import Constant as Constant
 from limelight.launcher.signature import Parameter as Parameter

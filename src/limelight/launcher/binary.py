@@ -13,6 +13,17 @@ class DamagedBinary(ValueError):
     """Stored bytes that are not a whole binary of this version."""
 
 
+class SharedMemoryError(RuntimeError):
+    """A kernel needs more shared memory than its device has. needed, limit: bytes of a block."""
+
+    def __init__(self, kernel: str, needed: int, limit: int, where: str) -> None:
+        self.needed, self.limit = needed, limit
+        super().__init__(
+            f"{kernel} needs {needed} bytes of shared memory for a block, {where} has {limit}: "
+            "smaller tiles or fewer stages are needed"
+        )
+
+
 @dataclass(frozen=True)
 class Scratch:
     """Device memory that each thread block needs beside its arguments. size, align: bytes."""
@@ -53,7 +64,7 @@ class Binary:
         return self.threads // 32
 
     def to_bytes(self) -> bytes:
-        """As stored in a file: a checksum of the rest, a line of JSON, the PTX, the machine code."""
+        """As stored in a file: a checksum of the rest, a line of JSON, the PTX, the cubin."""
         ptx = self.ptx.encode()
         facts = asdict(self) | {"ptx": len(ptx), "cubin": len(self.cubin)}
         rest = json.dumps(facts).encode() + b"\n" + ptx + self.cubin

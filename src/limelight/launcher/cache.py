@@ -1,7 +1,7 @@
 """Compiled kernels, kept in memory and on disk. Many processes may fill one folder at once.
 
-Each kernel is one file, named by its recipe's digest and written under a temporary name first, so
-that a reader finds a whole file or none. Two processes that compile the same kernel at the same time
+Each kernel is one file, named by its recipe's digest and written under a temporary name first: a
+reader finds a whole file or none. Two processes that compile the same kernel at the same time
 both do the work; the files are equal, so the last one wins.
 """
 
@@ -44,7 +44,7 @@ class Cache:
     def kernel(
         self, recipe: Recipe, *, device: int, stream: int = 0, on: Driver | None = None
     ) -> Kernel:
-        """The recipe's kernel, loaded on a device. A caller keeps it: the digest costs about 0.1 ms.
+        """The recipe's kernel, loaded on a device. Callers keep it, since the digest takes time.
 
         device: the driver's index. stream: the call's, which must not be under capture unless the
         kernel is there already. on: the driver, if not this machine's.

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from limelight.devices import Device
 from limelight.launcher import abi
-from limelight.launcher.binary import Binary, Scratch
+from limelight.launcher.binary import Binary, Scratch, SharedMemoryError
 from limelight.launcher.recipe import Recipe
 
 _one_at_a_time = threading.Lock()
@@ -16,17 +16,6 @@ _one_at_a_time = threading.Lock()
 
 class CompileError(RuntimeError):
     """The compiler ended without a kernel."""
-
-
-class SharedMemoryError(RuntimeError):
-    """A kernel needs more shared memory than its device has. needed, limit: bytes of a block."""
-
-    def __init__(self, kernel: str, needed: int, limit: int, where: str) -> None:
-        self.needed, self.limit = needed, limit
-        super().__init__(
-            f"{kernel} needs {needed} bytes of shared memory for a block, {where} has {limit}: "
-            "smaller tiles or fewer stages are needed"
-        )
 
 
 def compile_kernel(recipe: Recipe, *, isolated: bool = False) -> Binary:

@@ -1,8 +1,9 @@
 """The CUDA driver, through ctypes: contexts, loading and errors. Opened on first use.
 
-Short calls keep the interpreter's lock (PyDLL). Giving it up costs little when nobody waits, but
-with another Python thread at work it is 5 ms until it comes back, a thousand times the call. Calls
-that can take long, because they load code or make a context, give it up (CDLL).
+Short calls keep the interpreter's lock (PyDLL), launches among them. Giving it up on each launch
+cost 0.3 us with nobody waiting, and 22 us on average beside another Python thread at work (two
+cores). The price is that a launch which finds the device's queue of about a thousand full holds
+other threads up. Calls that load code or make a context give the lock up (CDLL).
 """
 
 from __future__ import annotations
@@ -137,7 +138,7 @@ class Driver:
             self._check(self._slow.cuFuncLoad(function), f"load {entry}")
 
     def allow_shared_memory(self, function: Pointer, size: int, entry: str) -> None:
-        """Let a function be launched with `size` bytes of shared memory, where that is over 48 KiB."""
+        """Let a function be launched with `size` bytes of shared memory, over 48 KiB."""
         code = self._slow.cuFuncSetAttribute(function, _FUNCTION_SHARED_MEMORY, size)
         self._check(code, f"give {entry} {size} bytes of shared memory")
 

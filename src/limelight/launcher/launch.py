@@ -14,8 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from limelight.launcher import abi
-from limelight.launcher.binary import Binary, Scratch
-from limelight.launcher.compile import SharedMemoryError
+from limelight.launcher.binary import Binary, Scratch, SharedMemoryError
 from limelight.launcher.driver import Driver, driver
 
 Allocate = Callable[[int], int]
@@ -47,9 +46,7 @@ class Kernel:
     that is there, which need not be the binary's target.
     """
 
-    def __init__(
-        self, binary: Binary, on: Driver | None = None, *, from_ptx: bool = False
-    ) -> None:
+    def __init__(self, binary: Binary, on: Driver | None = None, *, from_ptx: bool = False) -> None:
         self.binary = binary
         self._driver = driver() if on is None else on
         self._image = binary.ptx.encode() + b"\0" if from_ptx else binary.cubin
@@ -59,7 +56,9 @@ class Kernel:
         self._threads = threading.local()
         self._has_scratch = bool(binary.global_scratch.size or binary.profile_scratch.size)
         self._attributes = _cluster_attributes(binary.num_ctas)
-        self._pack_into = struct.Struct("@" + _CONFIG + abi.struct_format(binary.parameters)[1:]).pack_into
+        self._pack_into = struct.Struct(
+            "@" + _CONFIG + abi.struct_format(binary.parameters)[1:]
+        ).pack_into
         count = 2 if binary.num_ctas > 1 else 0
         self._fixed = (binary.threads, 1, 1, binary.shared)
         self._attribute_list = (ctypes.addressof(self._attributes) if count else 0, count)
@@ -200,7 +199,9 @@ class Kernel:
         entry, parameters = self.binary.entry, self.binary.parameters
         if len(args) != len(parameters):
             names = ", ".join(each.name for each in parameters)
-            return TypeError(f"{entry}: found {len(args)} arguments, needed {len(parameters)}: {names}")
+            return TypeError(
+                f"{entry}: found {len(args)} arguments, needed {len(parameters)}: {names}"
+            )
         for parameter, value in zip(parameters, args, strict=True):
             try:
                 struct.pack(parameter.code, value)

@@ -16,14 +16,13 @@ _UNSUPPORTED_OPTIONS = ("launch_cooperative_grid", "launch_pdl")  # the launcher
 class Recipe:
     """A kernel to compile for a target.
 
-    function: `@triton.jit` or `@gluon.jit`. signature, constexprs: see `limelight.launcher.signature`.
+    function: `@triton.jit` or `@gluon.jit`. signature: of all its parameters, see `signature.py`.
     target: compute capability, (major, minor). num_warps, num_stages: as Triton's.
     options: Triton's further ones, such as maxnreg, num_ctas or ptx_version.
     """
 
     function: Any
     signature: Mapping[str, Any]
-    constexprs: Mapping[str, Any] = field(default_factory=dict)
     target: tuple[int, int]
     num_warps: int = 4
     num_stages: int = 2
@@ -36,7 +35,7 @@ class Recipe:
 
     def read_signature(self) -> Signature:
         """Raises ValueError where the signature does not fit the function."""
-        return Signature.read(self.function.arg_names, self.signature, self.constexprs)
+        return Signature.read(self.function.arg_names, self.signature)
 
     def all_options(self) -> dict[str, Any]:
         """The options as Triton takes them.

@@ -2,11 +2,12 @@
 
 A signature maps each parameter of the kernel to a type, a constant, or a tuple of them:
 
-    {"query": "*bf16:16", "biases": (ALiBi(alibi_fragment, "*fp32"),), "scale": "fp32", "WIDE": True}
+    {"query": "*bf16:16", "biases": (ALiBi(alibi_fragment, "*fp32"),), "scale": "fp32", "ROWS": 64}
 
 A string is the type of a run-time argument, in Triton's own notation: `*fp16` a pointer, `i32`,
 `i64`, `u32`, `u64`, `fp32`, `fp64` numbers; `:16` behind it promises that the address or the number
-is a multiple of 16. Anything else is a constant: a number, a flag, None, a `@triton.jit` function.
+is a multiple of 16. Anything else is a constant: a number, a flag, None, a `@triton.jit` function;
+a string that is one goes into a `Constant`.
 
 Tuples may be nested, and a NamedTuple keeps its field names in the kernel. The compiled kernel sees
 the arguments depth first, in the order of its Python parameters; constants leave no trace.
@@ -23,6 +24,13 @@ Path = tuple[int, ...]
 
 NUMBER_CODES = {"i32": "i", "i64": "q", "u32": "I", "u64": "Q", "fp32": "f", "fp64": "d"}
 POINTER_CODE = "Q"
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A value that is compiled into the kernel; needed for strings, allowed for all."""
+
+    value: Any
 
 
 @dataclass(frozen=True)
@@ -65,36 +73,24 @@ class Signature:
     parameters: tuple[Parameter, ...]
 
     @classmethod
-    def read(
-        cls, names: Sequence[str], signature: Mapping[str, Any], constexprs: Mapping[str, Any]
-    ) -> Signature:
-        """The signature of a kernel whose parameters are `names`.
+    def read(cls, names: Sequence[str], signature: Mapping[str, Any]) -> Signature:
+        """The signature, as above, of a kernel whose parameters are `names`.
 
-        signature: by name, as above. constexprs: further constants by name, whatever their type, so
-        a string can be one.
-
-        Raises ValueError for a parameter that is missing, unknown or given twice, and for a type
-        that cannot be passed.
+        Raises ValueError for a parameter that is missing or unknown, and for a type that cannot be
+        passed.
         """
-        if twice := signature.keys() & constexprs.keys():
-            raise ValueError(f"both an argument and a constant: {', '.join(sorted(twice))}")
-        given = signature.keys() | constexprs.keys()
-        if missing := [name for name in names if name not in given]:
+        if missing := [name for name in names if name not in signature]:
             raise ValueError(f"the signature lacks {', '.join(missing)}")
-        if unknown := given - set(names):
+        if unknown := signature.keys() - set(names):
             raise ValueError(f"the kernel has no parameter {', '.join(sorted(unknown))}")
 
         result = cls({}, {}, {}, ())
         parameters: list[Parameter] = []
         for index, name in enumerate(names):
-            if name in constexprs:
-                result.types[name] = "constexpr"
-                result.constants[(index,)] = constexprs[name]
-                continue
             result.types[name] = _types(signature[name])
             for label, path, leaf in _leaves(name, (index,), signature[name]):
                 if not isinstance(leaf, str):
-                    result.constants[path] = leaf
+                    result.constants[path] = leaf.value if isinstance(leaf, Constant) else leaf
                     continue
                 parameter = _parameter(label, leaf)
                 parameters.append(parameter)
@@ -123,7 +119,11 @@ def _parameter(label: str, text: str) -> Parameter:
     kind, _, divisor = text.partition(":")
     if not (kind.startswith("*") and len(kind) > 1) and kind not in NUMBER_CODES:
         known = ", ".join(NUMBER_CODES)
-        raise ValueError(f"{label}: found type {text!r}, needed a pointer such as *fp16, or {known}")
+        raise ValueError(
+            f"{label}: found type {text!r}, needed a pointer such as *fp16, or {known}"
+        )
     if divisor and not divisor.isdecimal():
-        raise ValueError(f"{label}: found {text!r}, needed a number after the colon, as in {kind}:16")
+        raise ValueError(
+            f"{label}: found {text!r}, needed a number after the colon, as in {kind}:16"
+        )
     return Parameter(label, kind, int(divisor or 1))

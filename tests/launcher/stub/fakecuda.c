@@ -27,7 +27,7 @@ typedef struct {
   unsigned attribute_count;
 } Config;
 
-typedef struct { /* read by the tests: keep in step with conftest.py */
+typedef struct { /* read by the tests: keep in step with stub_driver.py */
   char entry[128];
   unsigned grid[3], block[3], shared, cluster, device, size;
   uint64_t stream;
