@@ -105,13 +105,14 @@ class Kernel:
 
         run = self._driver
         failed = run.get_context(current_address)
-        before = current.value
-        if before == context:
-            failed = failed or run.launch(config, function, arguments, None)
-        else:
-            failed = failed or run.set_context(ctypes.c_void_p(context))
-            failed = failed or run.launch(config, function, arguments, None)
-            run.set_context(ctypes.c_void_p(before))
+        if failed == 0 and current.value == context:
+            failed = run.launch(config, function, arguments, None)
+        elif failed == 0:
+            # The thread's own is put back: it decides what a framework takes for its device.
+            failed = run.set_context(ctypes.c_void_p(context)) or run.launch(
+                config, function, arguments, None
+            )
+            run.set_context(current)
         if failed:
             raise run.error(failed, f"launch {self.binary.entry} with grid {grid}")
 
