@@ -12,10 +12,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
+from limelight._jit import jit, tl
 from limelight.errors import invalid
-from limelight.masks.base import Mask
+from limelight.masks.base import Mask, all_keys, all_queries
 from limelight.terms import check_dtype
 from limelight.tile import Size, Tile, TileState, on_host
 
@@ -95,6 +96,61 @@ class Documents(Mask):
             int(keys.max()), int(queries.max())
         )
         return TileState.FULL if alike else TileState.PARTIAL
+
+    def on_device(self) -> NamedTuple:
+        queries, by_row = (self.ids, 0) if self.query_ids is None else (self.query_ids, 1)
+        return _OnDevice(
+            _fragment,
+            all_keys,
+            all_queries,
+            self.ids,
+            queries,
+            _batch_stride(self.ids),
+            self.ids.strides[-1],
+            _batch_stride(queries),
+            queries.strides[-1],
+            queries.shape[-1],
+            by_row,
+        )
+
+
+class _OnDevice(NamedTuple):
+    fragment: Any
+    key_range: Any
+    query_range: Any
+    ids: Any
+    query_ids: Any
+    ids_batch_stride: int
+    ids_stride: int
+    query_ids_batch_stride: int
+    query_ids_stride: int
+    query_count: int
+    by_row: int  # 1 where query_ids has one id per query, 0 where it is read at the query's position
+
+
+@jit
+def _fragment(scores, at, own):
+    key_ids = _key_ids(at.k_pos, at, own)
+    same = (key_ids == _query_ids(at.q_pos, at, own)) & (key_ids >= 0)
+    return tl.where(same, scores, float("-inf"))
+
+
+@jit
+def _key_ids(k_pos, matrix, own):
+    ids = own.ids + matrix.batch * own.ids_batch_stride
+    return tl.load(ids + k_pos.to(tl.int64) * own.ids_stride, mask=k_pos < matrix.kv_len, other=-1)
+
+
+@jit
+def _query_ids(q_pos, matrix, own):
+    index = q_pos - own.by_row * matrix.query_start
+    inside = (index >= 0) & (index < own.query_count)
+    ids = own.query_ids + matrix.batch * own.query_ids_batch_stride
+    return tl.load(ids + index.to(tl.int64) * own.query_ids_stride, mask=inside, other=-1)
+
+
+def _batch_stride(ids: Any) -> int:
+    return ids.strides[0] if len(ids.shape) == 2 and ids.shape[0] > 1 else 0
 
 
 def _of_batches(ids: Any, at: Tile) -> Any:
