@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from limelight.call import Call
+from limelight.call import Call, Gradients
 from limelight.kernels import plan
 from limelight.kernels.launch import Array, Launch, Scalar
 
@@ -86,3 +86,49 @@ def forward(call: Call, capability: int = 80) -> tuple[torch.Tensor, torch.Tenso
     lse = torch.full((batch, heads, q_len), math.nan)
     run(plan.forward(on_device(call), array(out), array(lse), capability=capability))
     return out, lse
+
+
+def backward(
+    call: Call,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    d_out: torch.Tensor,
+    d_lse: torch.Tensor | None,
+    wanted: Gradients,
+    capability: int = 80,
+) -> Gradients:
+    """The wanted gradients, in their inputs' dtypes."""
+    parameters = call.bias.tensors() if call.bias is not None else []
+    inputs = (call.query, call.key, call.value, call.sinks)
+    outputs = Gradients(
+        *(_poison(tensor) if want else None for tensor, want in zip(inputs, wanted[:4], strict=True)),
+        tuple(
+            _poison(tensor) if want else None
+            for tensor, want in zip(parameters, wanted.bias, strict=True)
+        ),
+    )
+    described = on_device(call)
+    memory = {
+        name: torch.full(shape, math.nan)
+        for name, (shape, _) in plan.scratch(described, wanted, capability).items()
+    }
+    launches = plan.backward(
+        described,
+        array(out),
+        array(lse),
+        array(d_out),
+        None if d_lse is None else array(d_lse),
+        Gradients(*map(_described, outputs[:4]), tuple(map(_described, outputs.bias))),
+        {name: array(tensor) for name, tensor in memory.items()},
+        capability=capability,
+    )
+    run(launches)
+    return outputs
+
+
+def _poison(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.full_like(tensor, math.nan)
+
+
+def _described(tensor: torch.Tensor | None) -> Array | None:
+    return None if tensor is None else array(tensor)

@@ -49,6 +49,18 @@ _QUERIES = {
     (90, 4): {64: Config(32, 32, 4, 1), 128: Config(32, 32, 4, 1), 256: Config(32, 16, 4, 1)},
 }
 
+# A tile of a dense bias's gradient.
+_DENSE = {
+    (60, 2): {64: Config(64, 16, 8, 1), 128: Config(32, 16, 8, 1), 256: Config(16, 16, 8, 1)},
+    (60, 4): {64: Config(32, 16, 8, 1), 128: Config(16, 16, 8, 1), 256: Config(16, 16, 8, 1)},
+    (80, 2): {64: Config(64, 64, 4, 2), 128: Config(64, 64, 8, 1), 256: Config(32, 32, 4, 1)},
+    (80, 4): {64: Config(32, 32, 4, 1), 128: Config(32, 32, 4, 1), 256: Config(16, 16, 4, 1)},
+    (90, 2): {64: Config(64, 128, 4, 2), 128: Config(64, 128, 4, 1), 256: Config(64, 64, 4, 1)},
+    (90, 4): {64: Config(32, 32, 4, 1), 128: Config(32, 32, 4, 1), 256: Config(16, 16, 4, 1)},
+}
+DELTA = Config(64, 1, 4, 1)
+PARTIAL_SUMS = Config(1, 128, 1, 1)
+
 
 def forward(capability: int, item_bytes: int, dim: int) -> Config:
     """capability: 90 for sm_90. dim: the larger of head_dim and value_dim."""
@@ -61,6 +73,10 @@ def key_gradients(capability: int, item_bytes: int, dim: int) -> Config:
 
 def query_gradient(capability: int, item_bytes: int, dim: int) -> Config:
     return _find(_QUERIES, capability, item_bytes, dim)
+
+
+def dense_gradient(capability: int, item_bytes: int, dim: int) -> Config:
+    return _find(_DENSE, capability, item_bytes, dim)
 
 
 _Table = dict[tuple[int, int], dict[int, Config]]

@@ -14,7 +14,7 @@ from limelight.kernels.scores import exponent_factor, matrix_of, place, scores_o
 from limelight.kernels.tiles import head_of, load_or, load_rows, padded, store_rows
 
 
-class _Keys(NamedTuple):
+class Keys(NamedTuple):
     """What the walk over keys reads: one head of keys and values."""
 
     key: Any
@@ -27,29 +27,29 @@ class _Keys(NamedTuple):
 def forward(
     query, key, value, sinks, query_starts, seeds, masks, biases,
     out, lse,
-    query_strides, key_strides, value_strides, out_strides, sizes, numbers, options,
+    strides, sizes, numbers, options,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
     """out [B, H, M, E] in its own dtype, lse [B, H, M] float32, contiguous. Grid: tiles * H * B.
 
     sinks, query_starts, seeds may be null. masks and biases: tuples, see masks/base.py and
-    biases/base.py. sizes, numbers, options: see plan.py.
+    biases/base.py. strides, sizes, numbers, options: see plan.py.
     """
     tile, head, batch = program_tile(sizes, TILE_M)
     matrix = matrix_of(batch, head, query_starts, sizes, numbers)
     first_row = tile * TILE_M
     row = first_row + tl.arange(0, TILE_M)
     stop_row = min(first_row + TILE_M, sizes.q_len)
-    q_head = head_of(query, query_strides, batch, head)
+    q_head = head_of(query, strides.query, batch, head)
     q_tile = load_rows(
-        q_head, query_strides.row, first_row, 0, sizes.q_len, HEAD_DIM, TILE_M, BOUNDED=True
+        q_head, strides.query.row, first_row, 0, sizes.q_len, HEAD_DIM, TILE_M, BOUNDED=True
     )  # [M, D]
     kv_head = head // sizes.group
-    keys = _Keys(
-        head_of(key, key_strides, batch, kv_head),
-        key_strides.row,
-        head_of(value, value_strides, batch, kv_head),
-        value_strides.row,
+    keys = Keys(
+        head_of(key, strides.key, batch, kv_head),
+        strides.key.row,
+        head_of(value, strides.value, batch, kv_head),
+        strides.value.row,
     )
     walk = ranges.keys_of(
         matrix.query_start + first_row, matrix.query_start + stop_row, masks, matrix, TILE_N,
@@ -70,7 +70,7 @@ def forward(
     sink = load_or(sinks, head, float("-inf")).to(tl.float32)
     out_tile, log_sum_exp = softmax.finish(state, sink)
     store_rows(
-        head_of(out, out_strides, batch, head), out_strides.row, first_row, sizes.q_len, out_tile,
+        head_of(out, strides.out, batch, head), strides.out.row, first_row, sizes.q_len, out_tile,
         VALUE_DIM, TILE_M,
     )  # fmt: skip
     lse_row = lse + (batch.to(tl.int64) * sizes.q_heads + head) * sizes.q_len + row

@@ -1,55 +1,31 @@
 """From a call to launches: which kernels run, with which grids, tiles and arguments.
 
 No array library is needed: the call's tensors are `Array`s, and so are the outputs and the scratch
-memory that the caller allocates.
+memory, which the caller allocates.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
-from limelight import dropout as dropout_rule
-from limelight._jit import DeviceFunction, ready
-from limelight.biases import Bias, Sum
-from limelight.call import Call
+from limelight.call import Call, Gradients
+from limelight.kernels import arguments as args
 from limelight.kernels import configs
+from limelight.kernels.backward import key_gradients, query_gradient
+from limelight.kernels.bias_gradient import dense_gradient
 from limelight.kernels.configs import Config
+from limelight.kernels.delta import delta as delta_kernel
 from limelight.kernels.forward import forward as forward_kernel
-from limelight.kernels.launch import ITEM_BYTES, Array, Launch, Scalar, f32, i32, i64, null
-from limelight.masks import And, Mask
+from limelight.kernels.launch import ITEM_BYTES, Array, Launch, i32, null
+from limelight.kernels.partial_sums import add_partial_sums
 
 
-class Strides(NamedTuple):
-    batch: Scalar
-    head: Scalar
-    row: Scalar
+class Shape(NamedTuple):
+    """Scratch memory to allocate, contiguous."""
 
-
-class Sizes(NamedTuple):
-    q_heads: Scalar
-    group: Scalar  # query heads that share one head of keys and values
-    q_len: Scalar
-    kv_len: Scalar
-
-
-class Numbers(NamedTuple):
-    query_start: Scalar  # where there is none per batch element
-    scale: Scalar
-    softcap: Scalar
-    seed: Scalar  # where there is none on the device
-    drop_below: Scalar  # dropout drops a weight whose 32-bit word lies under this
-    keep_scale: Scalar
-
-
-class Options(NamedTuple):
-    """What is compiled into a kernel."""
-
-    softcap: bool
-    dropout: bool
-    late_scale: bool  # nothing comes between the scale and the exponent, so it can wait
-    all_partial: bool  # a bias may hide keys anywhere
-    gaps: bool  # a key inside a range may be hidden from every query of a tile
-    precision: str  # of products of float32
+    shape: tuple[int, ...]
+    dtype: str
 
 
 def forward(
@@ -72,127 +48,264 @@ def forward(
         "query": call.query,
         "key": call.key,
         "value": call.value,
-        **_optional(call),
-        "masks": device_masks(call.mask),
-        "biases": device_biases(call.bias),
+        "sinks": _sinks(call),
+        **args.terms(call),
         "out": out,
         "lse": lse,
-        "query_strides": strides(call.query),
-        "key_strides": strides(call.key),
-        "value_strides": strides(call.value),
-        "out_strides": strides(out),
-        **shared(call, capability, allow_tf32),
+        "strides": args.tensor_strides(call, out=out),
+        **args.numbers_and_options(call, capability, allow_tf32),
     }
-    grid = -(-size.q_len // config.rows) * size.q_heads * size.batch
-    constants = {
-        "HEAD_DIM": call.query.shape[3],
-        "VALUE_DIM": call.value.shape[3],
-        "TILE_M": config.rows,
-        "TILE_N": config.keys,
+    grid = _tiles(size.q_len, config.rows) * size.q_heads * size.batch
+    return _launches(forward_kernel, grid, arguments, _dims(call), config)
+
+
+def scratch(call: Call, wanted: Gradients, capability: int) -> dict[str, Shape]:
+    """The memory that `backward` needs beside its outputs, all of it float32.
+
+    wanted: of each gradient, whether it is wanted (anything true).
+    """
+    batch, heads, q_len, _ = call.size
+    rows = (batch, heads, q_len)
+    needed = {"shifts": Shape(rows, "float32"), "deltas": Shape(rows, "float32")}
+    if wanted.sinks:
+        needed["sink_sums"] = Shape((batch, heads, _tiles(q_len, configs.DELTA.rows)), "float32")
+    folded = _folded(call, wanted)
+    if any(folded):
+        tiles = _tiles(q_len, configs.query_gradient(capability, *_kind(call)).rows)
+        needed["slope_sums"] = Shape((len(folded), batch, heads, tiles), "float32")
+    return needed
+
+
+def backward(
+    call: Call,
+    out: Array,
+    lse: Array,
+    d_out: Array,
+    d_lse: Array | None,
+    gradients: Gradients,
+    memory: dict[str, Array],
+    *,
+    capability: int,
+    allow_tf32: bool = False,
+) -> list[Launch]:
+    """The launches, in order, that fill `gradients`, whose arrays are of their inputs' shapes.
+
+    gradients: an Array for each that is wanted, None for the others. memory: what `scratch` asked
+    for. lse and d_lse are contiguous. Every output is written once and repeats bit for bit.
+    """
+    shared = {
+        "query": call.query,
+        "key": call.key,
+        "value": call.value,
+        **args.terms(call),
+        "d_out": d_out,
+        "shifts": memory["shifts"],
+        "deltas": memory["deltas"],
     }
-    launch = Launch(forward_kernel, grid, arguments, constants, config.num_warps, config.num_stages)
-    return [launch] if grid else []
+    strides = args.tensor_strides(
+        call, out=out, d_out=d_out, d_query=gradients.query, d_key=gradients.key, d_value=gradients.value
+    )
+    scalars = {"strides": strides, **args.numbers_and_options(call, capability, allow_tf32)}
+    launches = _delta(call, out, lse, d_out, d_lse, gradients, memory, scalars)
+    if gradients.key is not None or gradients.value is not None:
+        launches += _key_gradients(call, gradients, shared, scalars, capability)
+    folded = _folded(call, gradients)
+    if gradients.query is not None or any(folded):
+        sums = memory.get("slope_sums", null("float32"))
+        launches += _query_gradient(call, gradients, sums, folded, shared, scalars, capability)
+        launches += _slopes(call, gradients, sums, folded)
+    for child, gradient in _parameters(call, gradients):
+        if gradient is not None and child.gradient == "dense":
+            launches += _dense_gradient(call, gradient, shared, scalars, capability)
+    return launches
+
+
+def _delta(
+    call: Call,
+    out: Array,
+    lse: Array,
+    d_out: Array,
+    d_lse: Array | None,
+    gradients: Gradients,
+    memory: dict[str, Array],
+    scalars: dict[str, Any],
+) -> list[Launch]:
+    batch, heads, q_len, _ = call.size
+    tiles = _tiles(q_len, configs.DELTA.rows)
+    sums = memory.get("sink_sums", null("float32"))
+    arguments = {
+        "out": out,
+        "d_out": d_out,
+        "lse": lse,
+        "d_lse": null("float32") if d_lse is None else d_lse,
+        "sinks": _sinks(call),
+        "shifts": memory["shifts"],
+        "deltas": memory["deltas"],
+        "sink_sums": sums,
+        "strides": scalars["strides"],
+        "sizes": scalars["sizes"],
+    }
+    constants = {"VALUE_DIM": call.value.shape[3], "TILE_M": configs.DELTA.rows}
+    launches = _launch(delta_kernel, tiles * heads * batch, arguments, constants, configs.DELTA)
+    if gradients.sinks is not None:
+        launches += _add_up(sums, gradients.sinks, tiles, batches=batch, heads=heads)
+    return launches
+
+
+def _key_gradients(
+    call: Call,
+    gradients: Gradients,
+    shared: dict[str, Any],
+    scalars: dict[str, Any],
+    capability: int,
+) -> list[Launch]:
+    batch, kv_heads, kv_len, _ = call.key.shape
+    config = configs.key_gradients(capability, *_kind(call))
+    arguments = {
+        **shared,
+        "d_key": gradients.key or null(call.key.dtype),
+        "d_value": gradients.value or null(call.value.dtype),
+        **scalars,
+    }
+    grid = _tiles(kv_len, config.keys) * kv_heads * batch
+    return _launches(key_gradients, grid, arguments, _dims(call), config)
+
+
+def _query_gradient(
+    call: Call,
+    gradients: Gradients,
+    slope_sums: Array,
+    folded: tuple[bool, ...],
+    shared: dict[str, Any],
+    scalars: dict[str, Any],
+    capability: int,
+) -> list[Launch]:
+    size = call.size
+    config = configs.query_gradient(capability, *_kind(call))
+    arguments = {
+        **shared,
+        "d_query": gradients.query or null(call.query.dtype),
+        "slope_sums": slope_sums,
+        **scalars,
+        "folded": folded,
+    }
+    grid = _tiles(size.q_len, config.rows) * size.q_heads * size.batch
+    return _launches(query_gradient, grid, arguments, _dims(call), config)
+
+
+def _slopes(
+    call: Call, gradients: Gradients, sums: Array, folded: tuple[bool, ...]
+) -> list[Launch]:
+    launches = []
+    for n, (_, gradient) in enumerate(_parameters(call, gradients)):
+        if folded[n]:
+            _, batch, heads, tiles = sums.shape
+            part = sums.address + n * batch * heads * tiles * ITEM_BYTES["float32"]
+            own = Array(part, sums.shape[1:], sums.strides[1:], "float32")
+            launches += _add_up(own, gradient, tiles, batches=batch, heads=heads)
+    return launches
+
+
+def _add_up(sums: Array, total: Array, tiles: int, *, batches: int, heads: int) -> list[Launch]:
+    """total [heads] or [batches, heads] from sums [batches, heads, tiles]."""
+    per_batch = len(total.shape) == 2
+    arguments = {
+        "sums": sums,
+        "total": total,
+        "strides": args.head_strides(total),
+        "heads": i32(heads),
+        "batches": i32(1 if per_batch else batches),
+        "tiles": i32(tiles),
+    }
+    config = configs.PARTIAL_SUMS
+    grid = math.prod(total.shape)
+    return _launch(add_partial_sums, grid, arguments, {"BLOCK": config.keys}, config)
+
+
+class Own(NamedTuple):
+    batches: Any
+    heads: Any
+    row_tiles: Any
+    key_tiles: Any
+
+
+class Orbit(NamedTuple):
+    batches: Any
+    heads: Any
+    row_tiles: Any
+    key_tiles: Any
+    shares_rows: bool
+    shares_keys: bool
+
+
+def _dense_gradient(
+    call: Call,
+    gradient: Array,
+    shared: dict[str, Any],
+    scalars: dict[str, Any],
+    capability: int,
+) -> list[Launch]:
+    config = configs.dense_gradient(capability, *_kind(call))
+    size = call.size
+    shape = (*([1] * (4 - len(gradient.shape))), *gradient.shape)
+    tiles = (1, 1, config.rows, config.keys)
+    # A dimension of the bias that is 1 is walked; the others are spread over programs.
+    counts = [_tiles(full, tile) for full, tile in zip(size, tiles, strict=True)]
+    own = [1 if entries == 1 else count for entries, count in zip(shape, counts, strict=True)]
+    orbit = [count if entries == 1 else 1 for entries, count in zip(shape, counts, strict=True)]
+    arguments = {
+        **shared,
+        "gradient": gradient,
+        "strides": scalars["strides"],
+        "gradient_strides": args.dense_strides(gradient),
+        "sizes": scalars["sizes"],
+        "numbers": scalars["numbers"],
+        "options": scalars["options"],
+        "own": Own(*map(i32, own)),
+        "orbit": Orbit(*map(i32, orbit), shape[2] == 1, shape[3] == 1),
+    }
+    return _launches(dense_gradient, math.prod(own), arguments, _dims(call), config)
+
+
+def _folded(call: Call, gradients: Gradients) -> tuple[bool, ...]:
+    """Of each bias, whether its gradient is added up while dQ is made."""
+    return tuple(
+        bool(gradient) and child.gradient == "head"
+        for child, gradient in _parameters(call, gradients)
+    )
+
+
+def _parameters(call: Call, gradients: Gradients) -> list[tuple[Any, Any]]:
+    """The biases, each with the entry of its one tensor."""
+    return list(zip(args.bias_children(call.bias), gradients.bias, strict=True))
+
+
+def _sinks(call: Call) -> Array:
+    return null(call.query.dtype) if call.sinks is None else call.sinks
 
 
 def _kind(call: Call) -> tuple[int, int]:
     return ITEM_BYTES[call.query.dtype], max(call.query.shape[3], call.value.shape[3])
 
 
-def _optional(call: Call) -> dict[str, Any]:
-    starts = null("int64") if isinstance(call.query_start, int) else call.query_start
-    seeds = null("int64") if call.seed is None or isinstance(call.seed, int) else call.seed
-    sinks = null(call.query.dtype) if call.sinks is None else call.sinks
-    return {"sinks": sinks, "query_starts": starts, "seeds": seeds}
+def _dims(call: Call) -> dict[str, int]:
+    return {"HEAD_DIM": call.query.shape[3], "VALUE_DIM": call.value.shape[3]}
 
 
-def shared(call: Call, capability: int, allow_tf32: bool) -> dict[str, Any]:
-    """The scalars and options that every kernel which makes scores takes."""
-    size = call.size
-    threshold = dropout_rule.threshold(call.dropout_p)
-    everything_dropped = threshold >= 2**32
-    numbers = Numbers(
-        query_start=i32(call.query_start if isinstance(call.query_start, int) else 0),
-        scale=f32(call.scale),
-        softcap=f32(call.softcap or 0.0),
-        seed=i64(_signed(call.seed) if isinstance(call.seed, int) else 0),
-        drop_below=i64(threshold),
-        keep_scale=f32(0.0 if everything_dropped else 1 / (1 - call.dropout_p)),
-    )
-    hides = call.bias is not None and call.bias.hides()
-    options = Options(
-        softcap=call.softcap is not None,
-        dropout=call.dropout_p > 0,
-        late_scale=call.softcap is None and call.bias is None and call.scale > 0,
-        all_partial=hides,
-        gaps=hides or (call.mask is not None and call.mask.has_gaps()),
-        precision=_precision(call.query.dtype, capability, allow_tf32),
-    )
-    sizes = Sizes(i32(size.q_heads), i32(call.group), i32(size.q_len), i32(size.kv_len))
-    return {"sizes": sizes, "numbers": numbers, "options": options}
+def _tiles(length: int, tile: int) -> int:
+    return -(-length // tile)
 
 
-def _precision(dtype: str, capability: int, allow_tf32: bool) -> str:
-    if dtype != "float32":
-        return "tf32"  # Triton's default; it says nothing about products of 16 bits
-    if capability < 80:
-        return "ieee"
-    return "tf32" if allow_tf32 else "tf32x3"
+def _launches(
+    kernel: Any, grid: int, arguments: dict[str, Any], dims: dict[str, int], config: Config
+) -> list[Launch]:
+    constants = {**dims, "TILE_M": config.rows, "TILE_N": config.keys}
+    return _launch(kernel, grid, arguments, constants, config)
 
 
-def _signed(seed: int) -> int:
-    """The same 64 bits as a signed number."""
-    return (seed + 2**63) % 2**64 - 2**63
-
-
-def strides(array: Array) -> Strides:
-    batch, head, row, _ = (
-        0 if size == 1 else stride for size, stride in zip(array.shape, array.strides, strict=True)
-    )
-    # The address of every row is a multiple of 16 bytes, so each stride is one too.
-    divisor = 16 // ITEM_BYTES[array.dtype] if array.alignment == 16 else 1
-    # Row offsets inside a tile of at most 256 rows fit 32 bits, unless rows lie very far apart.
-    row_type = "i32" if abs(row) < 2**23 else "i64"
-    return Strides(
-        Scalar(batch, "i64", divisor), Scalar(head, "i64", divisor), Scalar(row, row_type, divisor)
-    )
-
-
-def device_masks(mask: Mask | None) -> tuple[Any, ...]:
-    if mask is None:
-        return ()
-    children = mask.children if isinstance(mask, And) else (mask,)
-    return tuple(on_device(child.on_device()) for child in children)
-
-
-def device_biases(bias: Bias | None) -> tuple[Any, ...]:
-    return tuple(on_device(child.on_device()) for child in bias_children(bias))
-
-
-def bias_children(bias: Bias | None) -> tuple[Bias, ...]:
-    if bias is None:
-        return ()
-    return bias.children if isinstance(bias, Sum) else (bias,)
-
-
-def on_device(node: Any, name: str = "") -> Any:
-    """A mask or bias on the device as arguments of a kernel: functions ready, numbers typed."""
-    if isinstance(node, tuple):
-        names = getattr(node, "_fields", ("",) * len(node))
-        parts = [on_device(part, name) for part, name in zip(node, names, strict=True)]
-        return type(node)(*parts) if hasattr(node, "_fields") else tuple(parts)
-    if isinstance(node, DeviceFunction):
-        return ready(node)
-    if isinstance(node, int) and not isinstance(node, bool):
-        return _stride(node) if name.endswith("stride") else i32(node)
-    return node
-
-
-def _stride(value: int) -> Any:
-    """0 and 1 are compiled in: a broadcast dimension, and elements side by side."""
-    if value in (0, 1):
-        return value
-    return Scalar(value, "i64", divisor=_power_of_two_in(value))
-
-
-def _power_of_two_in(value: int) -> int:
-    return min(value & -value, 16)
+def _launch(
+    kernel: Any, grid: int, arguments: dict[str, Any], constants: dict[str, int], config: Config
+) -> list[Launch]:
+    """Nothing where there is nothing to write."""
+    launch = Launch(kernel, grid, arguments, constants, config.num_warps, config.num_stages)
+    return [launch] if grid else []

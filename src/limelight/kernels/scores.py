@@ -37,6 +37,7 @@ class At(NamedTuple):
 def matrix_of(batch, head, query_starts, sizes, numbers):
     """The Matrix of this batch element and query head."""
     query_start = load_or(query_starts, batch, numbers.query_start).to(tl.int32)
+    batch, head = tl.cast(batch, tl.int32), tl.cast(head, tl.int32)  # the interpreter loops over ints
     return Matrix(batch, head, sizes.q_len, sizes.kv_len, query_start)
 
 
@@ -86,6 +87,29 @@ def scores_of(products, at, masks, biases, numbers, options, PARTIAL: tl.constex
             scores = masks[i].fragment(scores, at, masks[i])
         scores = tl.where(at.k_pos < at.kv_len, scores, float("-inf"))
     return scores, saturation
+
+
+@triton.jit
+def weights_of(scores, shift, numbers, options):
+    """The softmax's weights. shift: the rows' log-sum-exp as an exponent of two, +inf for none."""
+    return tl.exp2(scores * exponent_factor(numbers, options) - shift)
+
+
+@triton.jit
+def d_scores_of(weights, d_weights, delta, scores, PARTIAL: tl.constexpr):
+    """The gradient of the scores; exactly zero where hidden, whatever a hidden value holds."""
+    d_scores = weights * (d_weights - delta)
+    if PARTIAL:
+        d_scores = tl.where(scores == float("-inf"), 0.0, d_scores)
+    return d_scores
+
+
+@triton.jit
+def d_products_of(d_scores, saturation, options):
+    """The gradient of scale * products: back through the softcap."""
+    if options.softcap:
+        d_scores = d_scores * (1.0 - saturation * saturation)
+    return d_scores
 
 
 @triton.jit

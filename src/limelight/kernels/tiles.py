@@ -46,13 +46,19 @@ def store_rows(tensor, stride, start, high, tile, DIM: tl.constexpr, TILE: tl.co
 @triton.jit
 def head_of(tensor, strides, batch, head):
     """The pointer to one head of one batch element; offsets may pass 2**31 elements."""
-    return tensor + batch.to(tl.int64) * strides.batch + head.to(tl.int64) * strides.head
+    return tensor + tl.cast(batch, tl.int64) * strides.batch + tl.cast(head, tl.int64) * strides.head
 
 
 @triton.jit
 def load_or(pointer, offset, otherwise):
     """One number from an optional tensor: `otherwise` where the pointer is null."""
-    return tl.load(pointer + offset, mask=pointer.to(tl.int64) != 0, other=otherwise)
+    return tl.load(pointer + offset, mask=is_given(pointer), other=otherwise)
+
+
+@triton.jit
+def is_given(pointer):
+    """Whether an optional tensor is there: its pointer is not null."""
+    return tl.cast(pointer, tl.int64) != 0
 
 
 @triton.constexpr_function
