@@ -13,9 +13,11 @@ import triton.language as tl
 
 from limelight.kernels import dropout, ranges
 from limelight.kernels.forward import Keys, program_tile
+from limelight.kernels.row_numbers import ROW_NUMBERS, load_row_numbers
 from limelight.kernels.scores import (
     d_products_of,
     d_scores_of,
+    hide_past_end,
     matrix_of,
     place,
     scores_of,
@@ -32,8 +34,7 @@ class Rows(NamedTuple):
     query_stride: Any
     d_out: Any
     d_out_stride: Any
-    shifts: Any
-    deltas: Any
+    numbers: Any  # see row_numbers.py
 
 
 class KeyGradients(NamedTuple):
@@ -47,7 +48,7 @@ class QuerySums(NamedTuple):
 
 
 @triton.jit
-def rows_of(query, d_out, shifts, deltas, strides, matrix, sizes):
+def rows_of(query, d_out, row_numbers, strides, matrix, sizes):
     """The Rows of one head."""
     batch, head = matrix.batch, matrix.head
     first = (batch.to(tl.int64) * sizes.q_heads + head) * sizes.q_len
@@ -56,14 +57,13 @@ def rows_of(query, d_out, shifts, deltas, strides, matrix, sizes):
         strides.query.row,
         head_of(d_out, strides.d_out, batch, head),
         strides.d_out.row,
-        shifts + first,
-        deltas + first,
+        row_numbers + first * ROW_NUMBERS,
     )
 
 
 @triton.jit
 def key_gradients(
-    query, key, value, query_starts, seeds, masks, biases, d_out, shifts, deltas,
+    query, key, value, query_starts, seeds, masks, biases, d_out, row_numbers,
     d_key, d_value,
     strides, sizes, numbers, options,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
@@ -92,7 +92,7 @@ def key_gradients(
     )
     for head in tl.range(kv_head * sizes.group, (kv_head + 1) * sizes.group):
         matrix = matrix_of(batch, head, query_starts, sizes, numbers)
-        rows = rows_of(query, d_out, shifts, deltas, strides, matrix, sizes)
+        rows = rows_of(query, d_out, row_numbers, strides, matrix, sizes)
         stop_key = min(first_key + TILE_N, sizes.kv_len)
         walk = ranges.queries_of(first_key, stop_key, masks, matrix, TILE_M, options.all_partial)
         for q_tile in tl.range(walk.full_first, walk.full_last):
@@ -129,17 +129,12 @@ def _add_queries(
     d_out_tile = load_rows(
         rows.d_out, rows.d_out_stride, first_row, 0, matrix.q_len, VALUE_DIM, TILE_M, PARTIAL
     )  # [M, E]
-    if PARTIAL:  # weights of rows past the end are zero: their shift is +inf
-        shift = tl.load(rows.shifts + row, mask=row < matrix.q_len, other=float("inf"))
-        delta = tl.load(rows.deltas + row, mask=row < matrix.q_len, other=0.0)
-    else:
-        shift = tl.load(rows.shifts + row)
-        delta = tl.load(rows.deltas + row)
+    shift, delta = load_row_numbers(rows.numbers, first_row, matrix.q_len, TILE_M, PARTIAL)
     products = tl.dot(k_tile, tl.trans(q_tile), input_precision=options.precision)  # [N, M]
+    d_weights = tl.dot(v_tile, tl.trans(d_out_tile), input_precision=options.precision)  # [N, M]
     at = place(matrix, row[None, :], first_key + tl.arange(0, TILE_N)[:, None])
     scores, saturation = scores_of(products, at, masks, biases, numbers, options, PARTIAL)
     weights = weights_of(scores, shift[None, :], numbers, options)
-    d_weights = tl.dot(v_tile, tl.trans(d_out_tile), input_precision=options.precision)  # [N, M]
     kept = weights
     if options.dropout:
         kept = dropout.apply_transposed(weights, seed, matrix, first_row, first_key, numbers)
@@ -147,7 +142,7 @@ def _add_queries(
     d_value = tl.dot(
         kept.to(d_out_tile.dtype), d_out_tile, sums.d_value, input_precision=options.precision
     )
-    d_scores = d_scores_of(weights, d_weights, delta[None, :], scores, PARTIAL)
+    d_scores = d_scores_of(weights, d_weights, delta[None, :], PARTIAL)
     d_products = d_products_of(d_scores, saturation, options).to(q_tile.dtype)
     d_key = tl.dot(d_products, q_tile, sums.d_key, input_precision=options.precision)
     return KeyGradients(d_key, d_value)
@@ -155,7 +150,7 @@ def _add_queries(
 
 @triton.jit
 def query_gradient(
-    query, key, value, query_starts, seeds, masks, biases, d_out, shifts, deltas,
+    query, key, value, query_starts, seeds, masks, biases, d_out, row_numbers,
     d_query, slope_sums,
     strides, sizes, numbers, options, folded,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
@@ -167,7 +162,7 @@ def query_gradient(
     """
     tile, head, batch = program_tile(sizes, TILE_M)
     matrix = matrix_of(batch, head, query_starts, sizes, numbers)
-    rows = rows_of(query, d_out, shifts, deltas, strides, matrix, sizes)
+    rows = rows_of(query, d_out, row_numbers, strides, matrix, sizes)
     first_row = tile * TILE_M
     row = first_row + tl.arange(0, TILE_M)
     stop_row = min(first_row + TILE_M, sizes.q_len)
@@ -177,8 +172,7 @@ def query_gradient(
     d_out_tile = load_rows(
         rows.d_out, rows.d_out_stride, first_row, 0, sizes.q_len, VALUE_DIM, TILE_M, BOUNDED=True
     )  # [M, E]
-    shift = tl.load(rows.shifts + row, mask=row < sizes.q_len, other=float("inf"))
-    delta = tl.load(rows.deltas + row, mask=row < sizes.q_len, other=0.0)
+    shift, delta = load_row_numbers(rows.numbers, first_row, sizes.q_len, TILE_M, BOUNDED=True)
     kv_head = head // sizes.group
     keys = Keys(
         head_of(key, strides.key, batch, kv_head),
@@ -231,16 +225,18 @@ def _add_keys(
         keys.value, keys.value_stride, first_key, walk.low, walk.high, VALUE_DIM, TILE_N, PARTIAL
     )  # [N, E]
     products = tl.dot(q_tile, tl.trans(k_tile), input_precision=options.precision)  # [M, N]
+    d_weights = tl.dot(d_out_tile, tl.trans(v_tile), input_precision=options.precision)  # [M, N]
     at = place(matrix, row[:, None], first_key + tl.arange(0, TILE_N)[None, :])
     scores, saturation = scores_of(products, at, masks, biases, numbers, options, PARTIAL)
+    if PARTIAL:
+        scores = hide_past_end(scores, at)
     weights = weights_of(scores, shift[:, None], numbers, options)
-    d_weights = tl.dot(d_out_tile, tl.trans(v_tile), input_precision=options.precision)  # [M, N]
     if options.dropout:
         d_weights = dropout.apply(d_weights, seed, matrix, first_row, first_key, numbers)
-    d_scores = d_scores_of(weights, d_weights, delta[:, None], scores, PARTIAL)
+    d_scores = d_scores_of(weights, d_weights, delta[:, None], PARTIAL)
     slopes = _add_slopes(sums.slopes, d_scores, at, biases, folded)
     if PARTIAL and options.gaps:
-        k_tile = zero_unseen(k_tile, scores)
+        k_tile = zero_unseen(k_tile, weights != 0)
     d_products = d_products_of(d_scores, saturation, options).to(k_tile.dtype)
     d_query = tl.dot(d_products, k_tile, sums.d_query, input_precision=options.precision)  # [M, D]
     return QuerySums(d_query, slopes)

@@ -10,13 +10,14 @@ import triton.language as tl
 
 from limelight.kernels import dropout, ranges
 from limelight.kernels.backward import rows_of
-from limelight.kernels.scores import d_scores_of, matrix_of, place, scores_of, weights_of
+from limelight.kernels.row_numbers import load_row_numbers
+from limelight.kernels.scores import d_scores_of, hide_past_end, matrix_of, place, scores_of, weights_of
 from limelight.kernels.tiles import head_of, load_rows
 
 
 @triton.jit
 def dense_gradient(
-    query, key, value, query_starts, seeds, masks, biases, d_out, shifts, deltas,
+    query, key, value, query_starts, seeds, masks, biases, d_out, row_numbers,
     gradient,
     strides, gradient_strides, sizes, numbers, options, own, orbit,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
@@ -48,7 +49,7 @@ def dense_gradient(
             own_batch + step // orbit.heads, own_head + step % orbit.heads, query_starts, sizes, numbers
         )
         acc += _d_scores(
-            query, key, value, d_out, shifts, deltas, masks, biases, first_row, first_key, matrix,
+            query, key, value, d_out, row_numbers, masks, biases, first_row, first_key, matrix,
             seed, strides, sizes, numbers, options, HEAD_DIM, VALUE_DIM, TILE_M, TILE_N,
         )  # fmt: skip
     row = own_row * TILE_M + tl.arange(0, TILE_M)[:, None]
@@ -85,12 +86,12 @@ def _is_visible(
 
 @triton.jit
 def _d_scores(
-    query, key, value, d_out, shifts, deltas, masks, biases, first_row, first_key, matrix,
+    query, key, value, d_out, row_numbers, masks, biases, first_row, first_key, matrix,
     seed, strides, sizes, numbers, options,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
     """The gradient of one tile of scores, [M, N]; zero outside the matrix."""
-    rows = rows_of(query, d_out, shifts, deltas, strides, matrix, sizes)
+    rows = rows_of(query, d_out, row_numbers, strides, matrix, sizes)
     row = first_row + tl.arange(0, TILE_M)
     kv_head = matrix.head // sizes.group
     q_tile = load_rows(
@@ -107,13 +108,12 @@ def _d_scores(
         head_of(value, strides.value, matrix.batch, kv_head), strides.value.row, first_key, 0,
         sizes.kv_len, VALUE_DIM, TILE_N, BOUNDED=True,
     )  # [N, E]  # fmt: skip
-    shift = tl.load(rows.shifts + row, mask=row < sizes.q_len, other=float("inf"))
-    delta = tl.load(rows.deltas + row, mask=row < sizes.q_len, other=0.0)
+    shift, delta = load_row_numbers(rows.numbers, first_row, sizes.q_len, TILE_M, BOUNDED=True)
     products = tl.dot(q_tile, tl.trans(k_tile), input_precision=options.precision)  # [M, N]
+    d_weights = tl.dot(d_out_tile, tl.trans(v_tile), input_precision=options.precision)  # [M, N]
     at = place(matrix, row[:, None], first_key + tl.arange(0, TILE_N)[None, :])
     scores, _ = scores_of(products, at, masks, biases, numbers, options, PARTIAL=True)
-    weights = weights_of(scores, shift[:, None], numbers, options)
-    d_weights = tl.dot(d_out_tile, tl.trans(v_tile), input_precision=options.precision)  # [M, N]
+    weights = weights_of(hide_past_end(scores, at), shift[:, None], numbers, options)
     if options.dropout:
         d_weights = dropout.apply(d_weights, seed, matrix, first_row, first_key, numbers)
-    return d_scores_of(weights, d_weights, delta[:, None], scores, PARTIAL=True)
+    return d_scores_of(weights, d_weights, delta[:, None], PARTIAL=True)

@@ -58,7 +58,7 @@ _DENSE = {
     (90, 2): {64: Config(64, 128, 4, 2), 128: Config(64, 128, 4, 1), 256: Config(64, 64, 4, 1)},
     (90, 4): {64: Config(32, 32, 4, 1), 128: Config(32, 32, 4, 1), 256: Config(16, 16, 4, 1)},
 }
-DELTA = Config(64, 1, 4, 1)
+ROW_NUMBERS = Config(64, 1, 4, 1)
 PARTIAL_SUMS = Config(1, 128, 1, 1)
 
 

@@ -10,7 +10,14 @@ import triton
 import triton.language as tl
 
 from limelight.kernels import dropout, ranges, softmax
-from limelight.kernels.scores import exponent_factor, matrix_of, place, scores_of, zero_unseen
+from limelight.kernels.scores import (
+    exponent_factor,
+    hide_past_end,
+    matrix_of,
+    place,
+    scores_of,
+    zero_unseen,
+)
 from limelight.kernels.tiles import head_of, load_or, load_rows, padded, store_rows
 
 
@@ -89,6 +96,8 @@ def _attend(
     products = tl.dot(q_tile, tl.trans(k_tile), input_precision=options.precision)  # [M, N]
     at = place(matrix, row[:, None], first_key + tl.arange(0, TILE_N)[None, :])
     scores, _ = scores_of(products, at, masks, biases, numbers, options, PARTIAL)
+    if PARTIAL:
+        scores = hide_past_end(scores, at)
     state, weights = softmax.update(state, scores, exponent_factor(numbers, options), PARTIAL)
     if options.dropout:
         weights = dropout.apply(weights, seed, matrix, first_row, first_key, numbers)
@@ -96,7 +105,7 @@ def _attend(
         keys.value, keys.value_stride, first_key, walk.low, walk.high, VALUE_DIM, TILE_N, PARTIAL
     )  # [N, E]
     if PARTIAL and options.gaps:
-        v_tile = zero_unseen(v_tile, scores)
+        v_tile = zero_unseen(v_tile, scores != float("-inf"))
     weights = weights.to(v_tile.dtype)
     acc = tl.dot(weights, v_tile, state.acc, input_precision=options.precision)  # [M, E]
     return softmax.Softmax(state.row_max, state.row_sum, acc)

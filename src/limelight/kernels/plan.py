@@ -15,10 +15,10 @@ from limelight.kernels import configs
 from limelight.kernels.backward import key_gradients, query_gradient
 from limelight.kernels.bias_gradient import dense_gradient
 from limelight.kernels.configs import Config
-from limelight.kernels.delta import delta as delta_kernel
 from limelight.kernels.forward import forward as forward_kernel
 from limelight.kernels.launch import ITEM_BYTES, Array, Launch, i32, null
 from limelight.kernels.partial_sums import add_partial_sums
+from limelight.kernels.row_numbers import ROW_NUMBERS, row_numbers
 
 
 class Shape(NamedTuple):
@@ -65,10 +65,9 @@ def scratch(call: Call, wanted: Gradients, capability: int) -> dict[str, Shape]:
     wanted: of each gradient, whether it is wanted (anything true).
     """
     batch, heads, q_len, _ = call.size
-    rows = (batch, heads, q_len)
-    needed = {"shifts": Shape(rows, "float32"), "deltas": Shape(rows, "float32")}
+    needed = {"row_numbers": Shape((batch, heads, q_len, ROW_NUMBERS.value), "float32")}
     if wanted.sinks:
-        needed["sink_sums"] = Shape((batch, heads, _tiles(q_len, configs.DELTA.rows)), "float32")
+        needed["sink_sums"] = Shape((batch, heads, _tiles(q_len, configs.ROW_NUMBERS.rows)), "float32")
     folded = _folded(call, wanted)
     if any(folded):
         tiles = _tiles(q_len, configs.query_gradient(capability, *_kind(call)).rows)
@@ -99,14 +98,13 @@ def backward(
         "value": call.value,
         **args.terms(call),
         "d_out": d_out,
-        "shifts": memory["shifts"],
-        "deltas": memory["deltas"],
+        "row_numbers": memory["row_numbers"],
     }
     strides = args.tensor_strides(
         call, out=out, d_out=d_out, d_query=gradients.query, d_key=gradients.key, d_value=gradients.value
     )
     scalars = {"strides": strides, **args.numbers_and_options(call, capability, allow_tf32)}
-    launches = _delta(call, out, lse, d_out, d_lse, gradients, memory, scalars)
+    launches = _row_numbers(call, out, lse, d_out, d_lse, gradients, memory, scalars)
     if gradients.key is not None or gradients.value is not None:
         launches += _key_gradients(call, gradients, shared, scalars, capability)
     folded = _folded(call, gradients)
@@ -120,7 +118,7 @@ def backward(
     return launches
 
 
-def _delta(
+def _row_numbers(
     call: Call,
     out: Array,
     lse: Array,
@@ -131,7 +129,7 @@ def _delta(
     scalars: dict[str, Any],
 ) -> list[Launch]:
     batch, heads, q_len, _ = call.size
-    tiles = _tiles(q_len, configs.DELTA.rows)
+    tiles = _tiles(q_len, configs.ROW_NUMBERS.rows)
     sums = memory.get("sink_sums", null("float32"))
     arguments = {
         "out": out,
@@ -139,14 +137,13 @@ def _delta(
         "lse": lse,
         "d_lse": null("float32") if d_lse is None else d_lse,
         "sinks": _sinks(call),
-        "shifts": memory["shifts"],
-        "deltas": memory["deltas"],
+        "numbers": memory["row_numbers"],
         "sink_sums": sums,
         "strides": scalars["strides"],
         "sizes": scalars["sizes"],
     }
-    constants = {"VALUE_DIM": call.value.shape[3], "TILE_M": configs.DELTA.rows}
-    launches = _launch(delta_kernel, tiles * heads * batch, arguments, constants, configs.DELTA)
+    constants = {"VALUE_DIM": call.value.shape[3], "TILE_M": configs.ROW_NUMBERS.rows}
+    launches = _launch(row_numbers, tiles * heads * batch, arguments, constants, configs.ROW_NUMBERS)
     if gradients.sinks is not None:
         launches += _add_up(sums, gradients.sinks, tiles, batches=batch, heads=heads)
     return launches

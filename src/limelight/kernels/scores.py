@@ -71,7 +71,7 @@ def exponent_factor(numbers, options):
 def scores_of(products, at, masks, biases, numbers, options, PARTIAL: tl.constexpr):
     """The scores, -inf where hidden, and the softcap's tanh (without a softcap, anything).
 
-    PARTIAL: whether the tile may hold hidden keys, among them those past the end.
+    PARTIAL: whether the tile may hold hidden keys. Those past the end are the caller's to hide.
     """
     scores = products
     saturation = products
@@ -85,7 +85,6 @@ def scores_of(products, at, masks, biases, numbers, options, PARTIAL: tl.constex
     if PARTIAL:
         for i in tl.static_range(len(masks)):
             scores = masks[i].fragment(scores, at, masks[i])
-        scores = tl.where(at.k_pos < at.kv_len, scores, float("-inf"))
     return scores, saturation
 
 
@@ -96,11 +95,11 @@ def weights_of(scores, shift, numbers, options):
 
 
 @triton.jit
-def d_scores_of(weights, d_weights, delta, scores, PARTIAL: tl.constexpr):
-    """The gradient of the scores; exactly zero where hidden, whatever a hidden value holds."""
+def d_scores_of(weights, d_weights, delta, PARTIAL: tl.constexpr):
+    """The gradient of the scores; zero where hidden, whatever a hidden value holds: 0 * NaN is NaN."""
     d_scores = weights * (d_weights - delta)
     if PARTIAL:
-        d_scores = tl.where(scores == float("-inf"), 0.0, d_scores)
+        d_scores = tl.where(weights == 0, 0.0, d_scores)
     return d_scores
 
 
@@ -113,10 +112,15 @@ def d_products_of(d_scores, saturation, options):
 
 
 @triton.jit
-def zero_unseen(tile, scores):
-    """The tile of keys or values, zero in the rows that no query of these scores sees: 0 * NaN is NaN."""
-    seen = tl.max((scores != float("-inf")).to(tl.int32), axis=0)
-    return tl.where(seen[:, None] != 0, tile, 0.0)
+def hide_past_end(scores, at):
+    return tl.where(at.k_pos < at.kv_len, scores, float("-inf"))
+
+
+@triton.jit
+def zero_unseen(tile, seen):
+    """Rows of keys or values, zero where no query sees them: 0 * NaN is NaN. seen: [M, N]."""
+    by_any = tl.max(seen.to(tl.int32), axis=0)
+    return tl.where(by_any[:, None] != 0, tile, 0.0)
 
 
 @triton.jit
