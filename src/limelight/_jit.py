@@ -1,7 +1,7 @@
-"""Device functions in files that import without Triton: `jit` and `tl`, inert until a kernel needs them.
+"""Device functions in files that import without Triton: `jit` and `tl`, inert until needed.
 
-A mask or bias writes its fragment as for Triton. `ready` turns it into a real `triton.jit` function,
-and with it every other one of its module, whose `tl` becomes the real `triton.language`.
+A mask or bias writes its fragment as for Triton. `ready` turns it into a real `triton.jit`
+function, and with it every other one of its module, whose `tl` becomes the real `triton.language`.
 """
 
 from __future__ import annotations

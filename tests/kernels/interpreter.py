@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
-import os
-
-os.environ["TRITON_INTERPRET"] = "1"
-
 import math
 from typing import Any
 
 import numpy as np
 import torch
+from triton.runtime.interpreter import InterpretedFunction, _patch_lang
 
 from limelight.call import Call, Gradients
 from limelight.kernels import plan
 from limelight.kernels.launch import Array, Launch, Scalar
+
+_patched: set[int] = set()
+
+
+def _call(function: InterpretedFunction, *arguments: Any, **named: Any) -> Any:
+    namespace = function.fn.__globals__
+    if id(namespace) not in _patched:
+        _patched.add(id(namespace))
+        _patch_lang(function.fn)
+    return function.rewrite()(*arguments, **named)
+
+
+# The interpreter patches the language anew at each call of a device function, which takes nearly
+# all of its time; once a kernel and module is enough.
+InterpretedFunction.__call__ = _call
 
 _DTYPES = {torch.float16: "float16", torch.float32: "float32", torch.int32: "int32"}
 _DTYPES |= {torch.int64: "int64", torch.bool: "bool", torch.float64: "float64"}
@@ -58,6 +70,7 @@ def array(tensor: torch.Tensor) -> Array:
 def run(launches: list[Launch]) -> None:
     for launch in launches:
         arguments = {name: _interpreted(node) for name, node in launch.arguments.items()}
+        _patched.clear()
         launch.kernel[(launch.grid,)](**arguments, **launch.constants)
 
 
@@ -101,11 +114,7 @@ def backward(
     parameters = call.bias.tensors() if call.bias is not None else []
     inputs = (call.query, call.key, call.value, call.sinks)
     outputs = Gradients(
-        *(_poison(tensor) if want else None for tensor, want in zip(inputs, wanted[:4], strict=True)),
-        tuple(
-            _poison(tensor) if want else None
-            for tensor, want in zip(parameters, wanted.bias, strict=True)
-        ),
+        *map(_poisoned, inputs, wanted[:4]), tuple(map(_poisoned, parameters, wanted.bias))
     )
     described = on_device(call)
     memory = {
@@ -126,8 +135,8 @@ def backward(
     return outputs
 
 
-def _poison(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.full_like(tensor, math.nan)
+def _poisoned(tensor: torch.Tensor | None, wanted: object) -> torch.Tensor | None:
+    return torch.full_like(tensor, math.nan) if wanted and tensor is not None else None
 
 
 def _described(tensor: torch.Tensor | None) -> Array | None:

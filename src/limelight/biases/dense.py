@@ -66,6 +66,8 @@ class _OnDevice(NamedTuple):
 def _fragment(scores, at, own):
     row = at.q_pos - at.query_start
     matrix = own.tensor + at.batch * own.batch_stride + at.head * own.head_stride
-    places = matrix + row.to(tl.int64) * own.row_stride + at.k_pos.to(tl.int64) * own.key_stride
+    places = matrix + row * own.row_stride + at.k_pos * own.key_stride
     inside = (row < at.q_len) & (at.k_pos < at.kv_len)
-    return scores + tl.load(places, mask=inside, other=0.0).to(tl.float32)
+    bias = tl.load(places, mask=inside, other=0.0).to(tl.float32)
+    # Not left to the sum: the score of a hidden key may be NaN.
+    return tl.where(bias == float("-inf"), bias, scores + bias)

@@ -170,25 +170,33 @@ def bias_children(bias: Bias | None) -> tuple[Bias, ...]:
     return bias.children if isinstance(bias, Sum) else (bias,)
 
 
-def on_device(node: Any, name: str = "") -> Any:
-    """A mask or bias on the device as arguments of a kernel: functions ready, numbers typed."""
+def on_device(node: Any, name: str = "", near: bool = False) -> Any:
+    """A mask or bias on the device as arguments of a kernel: functions ready, numbers typed.
+
+    near: the offsets that strides lead to, within one matrix, fit 32 bits.
+    """
     if isinstance(node, tuple):
         names = getattr(node, "_fields", ("",) * len(node))
-        parts = [on_device(part, name) for part, name in zip(node, names, strict=True)]
+        near = all(_span(part) < 2**31 for part in node if isinstance(part, Array))
+        parts = [on_device(part, name, near) for part, name in zip(node, names, strict=True)]
         return type(node)(*parts) if hasattr(node, "_fields") else tuple(parts)
     if isinstance(node, DeviceFunction):
         return ready(node)
     if isinstance(node, int) and not isinstance(node, bool):
-        return _stride(node) if name.endswith("stride") else i32(node)
+        if not name.endswith("stride"):
+            return i32(node)
+        return _stride(node, near and "batch" not in name and "head" not in name)
     return node
 
 
-def _stride(value: int) -> Any:
+def _span(array: Array) -> int:
+    """How far apart two elements of the last two dimensions may lie."""
+    pairs = zip(array.shape[-2:], array.strides[-2:], strict=True)
+    return sum((size - 1) * abs(stride) for size, stride in pairs)
+
+
+def _stride(value: int, near: bool = False) -> Any:
     """0 and 1 are compiled in: a broadcast dimension, and elements side by side."""
     if value in (0, 1):
         return value
-    return Scalar(value, "i64", divisor=_power_of_two_in(value))
-
-
-def _power_of_two_in(value: int) -> int:
-    return min(value & -value, 16)
+    return Scalar(value, "i32" if near else "i64", divisor=min(value & -value, 16))

@@ -1,9 +1,9 @@
 """The backward of FlashAttention-2 (arXiv:2307.08691, algorithm 2), in two kernels without atomics.
 
-`key_gradients` keeps a tile of keys and walks the queries that see it; `query_gradient` keeps a tile
-of queries and walks its keys. Each recomputes the weights, seven products a tile instead of five, and
-each writes what it owns once: gradients repeat bit for bit. Axes: M queries and N keys of a tile, D
-head_dim, E value_dim.
+`key_gradients` keeps a tile of keys and walks the queries that see it; `query_gradient` keeps a
+tile of queries and walks its keys. Each recomputes the weights, seven products a tile instead of
+five, and each writes what it owns once: gradients repeat bit for bit. Axes: M queries and N keys of
+a tile, D head_dim, E value_dim.
 """
 
 from typing import Any, NamedTuple
@@ -82,8 +82,8 @@ def key_gradients(
         HEAD_DIM, TILE_N, BOUNDED=True,
     )  # [N, D]  # fmt: skip
     v_tile = load_rows(
-        head_of(value, strides.value, batch, kv_head), strides.value.row, first_key, 0, sizes.kv_len,
-        VALUE_DIM, TILE_N, BOUNDED=True,
+        head_of(value, strides.value, batch, kv_head), strides.value.row, first_key, 0,
+        sizes.kv_len, VALUE_DIM, TILE_N, BOUNDED=True,
     )  # [N, E]  # fmt: skip
     seed = dropout.seed_of(seeds, numbers)
     sums = KeyGradients(
@@ -117,7 +117,8 @@ def key_gradients(
 
 @triton.jit
 def _add_queries(
-    sums, k_tile, v_tile, first_key, first_row, rows, walk, matrix, masks, biases, seed, numbers, options,
+    sums, k_tile, v_tile, first_key, first_row, rows, walk, matrix, masks, biases, seed, numbers,
+    options,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TILE_M: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
     """The sums after one more tile of queries."""
@@ -134,6 +135,8 @@ def _add_queries(
     d_weights = tl.dot(v_tile, tl.trans(d_out_tile), input_precision=options.precision)  # [N, M]
     at = place(matrix, row[None, :], first_key + tl.arange(0, TILE_N)[:, None])
     scores, saturation = scores_of(products, at, masks, biases, numbers, options, PARTIAL)
+    if PARTIAL:
+        scores = hide_past_end(scores, row[None, :], matrix.q_len)
     weights = weights_of(scores, shift[None, :], numbers, options)
     kept = weights
     if options.dropout:
@@ -185,9 +188,7 @@ def query_gradient(
         options.all_partial,
     )  # fmt: skip
     seed = dropout.seed_of(seeds, numbers)
-    sums = QuerySums(
-        tl.zeros([TILE_M, padded(HEAD_DIM)], tl.float32), _no_slopes(folded, TILE_M)
-    )
+    sums = QuerySums(tl.zeros([TILE_M, padded(HEAD_DIM)], tl.float32), _no_slopes(folded, TILE_M))
     for k_tile in tl.range(walk.full_first, walk.full_last):
         sums = _add_keys(
             sums, q_tile, d_out_tile, shift, delta, row, first_row, k_tile * TILE_N, keys, walk,
@@ -213,8 +214,8 @@ def query_gradient(
 
 @triton.jit
 def _add_keys(
-    sums, q_tile, d_out_tile, shift, delta, row, first_row, first_key, keys, walk, matrix, masks, biases,
-    seed, numbers, options, folded,
+    sums, q_tile, d_out_tile, shift, delta, row, first_row, first_key, keys, walk, matrix, masks,
+    biases, seed, numbers, options, folded,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TILE_N: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
     """The sums after one more tile of keys."""
@@ -229,14 +230,14 @@ def _add_keys(
     at = place(matrix, row[:, None], first_key + tl.arange(0, TILE_N)[None, :])
     scores, saturation = scores_of(products, at, masks, biases, numbers, options, PARTIAL)
     if PARTIAL:
-        scores = hide_past_end(scores, at)
+        scores = hide_past_end(scores, at.k_pos, matrix.kv_len)
     weights = weights_of(scores, shift[:, None], numbers, options)
     if options.dropout:
         d_weights = dropout.apply(d_weights, seed, matrix, first_row, first_key, numbers)
     d_scores = d_scores_of(weights, d_weights, delta[:, None], PARTIAL)
     slopes = _add_slopes(sums.slopes, d_scores, at, biases, folded)
     if PARTIAL and options.gaps:
-        k_tile = zero_unseen(k_tile, weights != 0)
+        k_tile = zero_unseen(k_tile, (weights != 0) & (row < matrix.q_len)[:, None])
     d_products = d_products_of(d_scores, saturation, options).to(k_tile.dtype)
     d_query = tl.dot(d_products, k_tile, sums.d_query, input_precision=options.precision)  # [M, D]
     return QuerySums(d_query, slopes)

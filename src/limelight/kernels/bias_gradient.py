@@ -1,8 +1,8 @@
 """The gradient of a dense bias, without a matrix of scores in memory.
 
-A bias that is broadcast has entries that many scores share: the same tile of every batch element, of
-every head, or of a whole row or column of tiles. A program takes a tile of the bias, walks the tiles
-of scores that share it (its orbit), adds their gradients in registers and writes once. No atomics.
+A bias that is broadcast has entries that many scores share: the same tile of every batch element,
+of every head, or of a whole row or column of tiles. A program takes a tile of the bias, walks the
+tiles of scores that share it (its orbit), adds their gradients in registers and writes once.
 """
 
 import triton
@@ -11,7 +11,14 @@ import triton.language as tl
 from limelight.kernels import dropout, ranges
 from limelight.kernels.backward import rows_of
 from limelight.kernels.row_numbers import load_row_numbers
-from limelight.kernels.scores import d_scores_of, hide_past_end, matrix_of, place, scores_of, weights_of
+from limelight.kernels.scores import (
+    d_scores_of,
+    hide_past_end,
+    matrix_of,
+    place,
+    scores_of,
+    weights_of,
+)
 from limelight.kernels.tiles import head_of, load_rows
 
 
@@ -24,8 +31,8 @@ def dense_gradient(
 ):  # fmt: skip
     """gradient: of the bias's shape. Grid: the bias's own batches * heads * row tiles * key tiles.
 
-    own and orbit count, of each dimension, the bias's entries (or tiles of them) and the scores' that
-    share one; orbit also says whether rows and keys are shared.
+    own and orbit count, of each dimension, the bias's entries (or tiles of them) and the scores'
+    that share one; orbit also says whether rows and keys are shared.
     """
     program = tl.program_id(0)
     own_key = program % own.key_tiles
@@ -46,7 +53,11 @@ def dense_gradient(
         first_row = (own_row + step // orbit.key_tiles % orbit.row_tiles) * TILE_M
         step = step // orbit.key_tiles // orbit.row_tiles
         matrix = matrix_of(
-            own_batch + step // orbit.heads, own_head + step % orbit.heads, query_starts, sizes, numbers
+            own_batch + step // orbit.heads,
+            own_head + step % orbit.heads,
+            query_starts,
+            sizes,
+            numbers,
         )
         acc += _d_scores(
             query, key, value, d_out, row_numbers, masks, biases, first_row, first_key, matrix,
@@ -72,13 +83,18 @@ def _is_visible(
     first_row, first_key, first_batch, head, batches, query_starts, masks, sizes, numbers,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
-    """Whether any of these batch elements may see some of this tile. No mask's range asks the head."""
+    """Whether any of these batch elements may see some of the tile. No range asks the head."""
     stop_row = min(first_row + TILE_M, sizes.q_len)
     visible = first_row < 0
     for batch in range(first_batch, first_batch + batches):
         matrix = matrix_of(batch, head, query_starts, sizes, numbers)
         walk = ranges.keys_of(
-            matrix.query_start + first_row, matrix.query_start + stop_row, masks, matrix, TILE_N, True
+            matrix.query_start + first_row,
+            matrix.query_start + stop_row,
+            masks,
+            matrix,
+            TILE_N,
+            True,
         )
         visible = visible | ((first_key < walk.high) & (first_key + TILE_N > walk.low))
     return visible
@@ -98,8 +114,8 @@ def _d_scores(
         rows.query, rows.query_stride, first_row, 0, sizes.q_len, HEAD_DIM, TILE_M, BOUNDED=True
     )  # [M, D]
     k_tile = load_rows(
-        head_of(key, strides.key, matrix.batch, kv_head), strides.key.row, first_key, 0, sizes.kv_len,
-        HEAD_DIM, TILE_N, BOUNDED=True,
+        head_of(key, strides.key, matrix.batch, kv_head), strides.key.row, first_key, 0,
+        sizes.kv_len, HEAD_DIM, TILE_N, BOUNDED=True,
     )  # [N, D]  # fmt: skip
     d_out_tile = load_rows(
         rows.d_out, rows.d_out_stride, first_row, 0, sizes.q_len, VALUE_DIM, TILE_M, BOUNDED=True
@@ -113,7 +129,9 @@ def _d_scores(
     d_weights = tl.dot(d_out_tile, tl.trans(v_tile), input_precision=options.precision)  # [M, N]
     at = place(matrix, row[:, None], first_key + tl.arange(0, TILE_N)[None, :])
     scores, _ = scores_of(products, at, masks, biases, numbers, options, PARTIAL=True)
-    weights = weights_of(hide_past_end(scores, at), shift[:, None], numbers, options)
+    scores = hide_past_end(scores, at.k_pos, matrix.kv_len)
+    scores = hide_past_end(scores, row[:, None], matrix.q_len)
+    weights = weights_of(scores, shift[:, None], numbers, options)
     if options.dropout:
         d_weights = dropout.apply(d_weights, seed, matrix, first_row, first_key, numbers)
     return d_scores_of(weights, d_weights, delta[:, None], PARTIAL=True)

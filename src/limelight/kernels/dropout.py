@@ -38,7 +38,7 @@ def _scaled(weights, words, numbers):
 
 @triton.jit
 def _words(seed, matrix, first_row, first_key, ROWS: tl.constexpr, KEYS: tl.constexpr):
-    """Random words [ROWS, KEYS / 4, 2, 2]: one call of the generator gives four consecutive keys'."""
+    """Random words [ROWS, KEYS / 4, 2, 2]: a call of the generator serves four keys in a row."""
     row = first_row + tl.arange(0, ROWS)[:, None] + tl.zeros([ROWS, KEYS // 4], tl.int32)
     group = first_key // 4 + tl.arange(0, KEYS // 4)[None, :] + tl.zeros_like(row)
     head = matrix.head + tl.zeros_like(row)

@@ -1,7 +1,8 @@
 """The forward: FlashAttention-2 (Dao, arXiv:2307.08691), one program for each tile of queries.
 
 A program keeps its queries and walks the tiles of keys that they see: first the full ones, where no
-mask is evaluated, then the partial ones. Axes: M queries and N keys of a tile, D head_dim, E value_dim.
+mask is evaluated, then the partial ones. Axes: M queries and N keys of a tile, D head_dim, E
+value_dim.
 """
 
 from typing import Any, NamedTuple
@@ -72,7 +73,8 @@ def forward(
     for i in tl.range(0, walk.partial_count):
         state = _attend(
             state, q_tile, row, first_row, ranges.partial_tile(walk, i) * TILE_N, keys, walk,
-            matrix, masks, biases, seed, numbers, options, HEAD_DIM, VALUE_DIM, TILE_N, PARTIAL=True,
+            matrix, masks, biases, seed, numbers, options, HEAD_DIM, VALUE_DIM, TILE_N,
+            PARTIAL=True,
         )  # fmt: skip
     sink = load_or(sinks, head, float("-inf")).to(tl.float32)
     out_tile, log_sum_exp = softmax.finish(state, sink)
@@ -86,7 +88,8 @@ def forward(
 
 @triton.jit
 def _attend(
-    state, q_tile, row, first_row, first_key, keys, walk, matrix, masks, biases, seed, numbers, options,
+    state, q_tile, row, first_row, first_key, keys, walk, matrix, masks, biases, seed, numbers,
+    options,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TILE_N: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
     """The softmax's state after one more tile of keys."""
@@ -97,7 +100,7 @@ def _attend(
     at = place(matrix, row[:, None], first_key + tl.arange(0, TILE_N)[None, :])
     scores, _ = scores_of(products, at, masks, biases, numbers, options, PARTIAL)
     if PARTIAL:
-        scores = hide_past_end(scores, at)
+        scores = hide_past_end(scores, at.k_pos, matrix.kv_len)
     state, weights = softmax.update(state, scores, exponent_factor(numbers, options), PARTIAL)
     if options.dropout:
         weights = dropout.apply(weights, seed, matrix, first_row, first_key, numbers)
@@ -105,7 +108,7 @@ def _attend(
         keys.value, keys.value_stride, first_key, walk.low, walk.high, VALUE_DIM, TILE_N, PARTIAL
     )  # [N, E]
     if PARTIAL and options.gaps:
-        v_tile = zero_unseen(v_tile, scores != float("-inf"))
+        v_tile = zero_unseen(v_tile, (scores != float("-inf")) & (row < matrix.q_len)[:, None])
     weights = weights.to(v_tile.dtype)
     acc = tl.dot(weights, v_tile, state.acc, input_precision=options.precision)  # [M, E]
     return softmax.Softmax(state.row_max, state.row_sum, acc)

@@ -1,7 +1,7 @@
 """Launch: one kernel with its grid and arguments, for whoever launches it. Imports no compiler.
 
-The arguments of a kernel are a tree of tuples. Its leaves are `Array` (a pointer), `Scalar` (a number
-passed at run time) and anything else, which is compiled into the kernel.
+The arguments of a kernel are a tree of tuples. Its leaves are `Array` (a pointer), `Scalar` (a
+number passed at run time) and anything else, which is compiled into the kernel.
 """
 
 from __future__ import annotations

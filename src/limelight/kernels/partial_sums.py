@@ -14,7 +14,7 @@ def add_partial_sums(sums, total, strides, heads, batches, tiles, BLOCK: tl.cons
     head = program % heads
     first = program // heads
     acc = tl.zeros([BLOCK], tl.float32)
-    for batch in range(0, batches):
+    for batch in range(batches):
         matrix = sums + ((first + batch) * heads + head).to(tl.int64) * tiles
         for start in range(0, tiles, BLOCK):
             tile = start + tl.arange(0, BLOCK)

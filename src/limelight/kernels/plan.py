@@ -67,7 +67,9 @@ def scratch(call: Call, wanted: Gradients, capability: int) -> dict[str, Shape]:
     batch, heads, q_len, _ = call.size
     needed = {"row_numbers": Shape((batch, heads, q_len, ROW_NUMBERS.value), "float32")}
     if wanted.sinks:
-        needed["sink_sums"] = Shape((batch, heads, _tiles(q_len, configs.ROW_NUMBERS.rows)), "float32")
+        needed["sink_sums"] = Shape(
+            (batch, heads, _tiles(q_len, configs.ROW_NUMBERS.rows)), "float32"
+        )
     folded = _folded(call, wanted)
     if any(folded):
         tiles = _tiles(q_len, configs.query_gradient(capability, *_kind(call)).rows)
@@ -101,7 +103,12 @@ def backward(
         "row_numbers": memory["row_numbers"],
     }
     strides = args.tensor_strides(
-        call, out=out, d_out=d_out, d_query=gradients.query, d_key=gradients.key, d_value=gradients.value
+        call,
+        out=out,
+        d_out=d_out,
+        d_query=gradients.query,
+        d_key=gradients.key,
+        d_value=gradients.value,
     )
     scalars = {"strides": strides, **args.numbers_and_options(call, capability, allow_tf32)}
     launches = _row_numbers(call, out, lse, d_out, d_lse, gradients, memory, scalars)
@@ -143,7 +150,9 @@ def _row_numbers(
         "sizes": scalars["sizes"],
     }
     constants = {"VALUE_DIM": call.value.shape[3], "TILE_M": configs.ROW_NUMBERS.rows}
-    launches = _launch(row_numbers, tiles * heads * batch, arguments, constants, configs.ROW_NUMBERS)
+    launches = _launch(
+        row_numbers, tiles * heads * batch, arguments, constants, configs.ROW_NUMBERS
+    )
     if gradients.sinks is not None:
         launches += _add_up(sums, gradients.sinks, tiles, batches=batch, heads=heads)
     return launches

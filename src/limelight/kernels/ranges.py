@@ -1,6 +1,6 @@
 """Which tiles a program visits: empty ones never, full ones without a look at the mask.
 
-A range runs from `start` to `stop`; what lies between `full_start` and `full_stop` is visible to all.
+A range runs from `start` to `stop`; what lies from `full_start` to `full_stop` is visible to all.
 """
 
 from typing import Any, NamedTuple

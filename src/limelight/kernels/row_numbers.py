@@ -1,12 +1,12 @@
 """The two numbers that the backward needs of every row of scores, and the gradient of the sinks.
 
-shift: the log-sum-exp as an exponent of two; +inf in a row that sees nothing, whose weights are then
-zero. delta: what the softmax's derivative takes from each weight's gradient, the sum of out * d_out
-less d_lse.
+shift: the log-sum-exp as an exponent of two; +inf in a row that sees nothing, whose weights are
+then zero. delta: what the softmax's derivative takes from each weight's gradient, the sum of
+out * d_out less d_lse.
 
-They lie in a row of four, the other two unused: a tile of them has at least as many elements as a
-program has threads, and one copy of 16 bytes brings a row. Triton repeats a smaller load in every
-thread that wants its values: 32 copies a thread for a tile of 64 rows, and registers to address them.
+They lie in a row of four, the other two unused, so that a tile of 64 rows has as many elements as a
+program of 8 warps has threads. Triton repeats a smaller load in every thread that wants its values:
+32 copies a thread and tile, and registers to address them (sm_90 then spills 96 bytes).
 """
 
 import triton

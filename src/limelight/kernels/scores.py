@@ -22,7 +22,7 @@ class Matrix(NamedTuple):
 
 
 class At(NamedTuple):
-    """Where a tile of scores lies: q_pos and k_pos broadcast against it, the rest is as in Matrix."""
+    """Where a tile of scores lies: q_pos and k_pos broadcast against it; else as Matrix."""
 
     q_pos: Any
     k_pos: Any
@@ -37,7 +37,8 @@ class At(NamedTuple):
 def matrix_of(batch, head, query_starts, sizes, numbers):
     """The Matrix of this batch element and query head."""
     query_start = load_or(query_starts, batch, numbers.query_start).to(tl.int32)
-    batch, head = tl.cast(batch, tl.int32), tl.cast(head, tl.int32)  # the interpreter loops over ints
+    # Casts, as the interpreter loops over Python's numbers.
+    batch, head = tl.cast(batch, tl.int32), tl.cast(head, tl.int32)
     return Matrix(batch, head, sizes.q_len, sizes.kv_len, query_start)
 
 
@@ -71,7 +72,7 @@ def exponent_factor(numbers, options):
 def scores_of(products, at, masks, biases, numbers, options, PARTIAL: tl.constexpr):
     """The scores, -inf where hidden, and the softcap's tanh (without a softcap, anything).
 
-    PARTIAL: whether the tile may hold hidden keys. Those past the end are the caller's to hide.
+    PARTIAL: whether the tile may hold hidden keys. What lies past the end is left to the caller.
     """
     scores = products
     saturation = products
@@ -96,7 +97,7 @@ def weights_of(scores, shift, numbers, options):
 
 @triton.jit
 def d_scores_of(weights, d_weights, delta, PARTIAL: tl.constexpr):
-    """The gradient of the scores; zero where hidden, whatever a hidden value holds: 0 * NaN is NaN."""
+    """The gradient of the scores; zero where hidden, even if the value there is NaN."""
     d_scores = weights * (d_weights - delta)
     if PARTIAL:
         d_scores = tl.where(weights == 0, 0.0, d_scores)
@@ -112,8 +113,8 @@ def d_products_of(d_scores, saturation, options):
 
 
 @triton.jit
-def hide_past_end(scores, at):
-    return tl.where(at.k_pos < at.kv_len, scores, float("-inf"))
+def hide_past_end(scores, index, length):
+    return tl.where(index < length, scores, float("-inf"))
 
 
 @triton.jit

@@ -46,7 +46,9 @@ def store_rows(tensor, stride, start, high, tile, DIM: tl.constexpr, TILE: tl.co
 @triton.jit
 def head_of(tensor, strides, batch, head):
     """The pointer to one head of one batch element; offsets may pass 2**31 elements."""
-    return tensor + tl.cast(batch, tl.int64) * strides.batch + tl.cast(head, tl.int64) * strides.head
+    return (
+        tensor + tl.cast(batch, tl.int64) * strides.batch + tl.cast(head, tl.int64) * strides.head
+    )
 
 
 @triton.jit

@@ -7,14 +7,15 @@ the same for the fused kernels. Masks compose with `&` and `|`.
 On the device a mask is a NamedTuple of three `jit` functions, then whatever they read (pointers,
 strides, numbers), which they get back as `own`:
 
-`fragment(scores, at, own)` returns the scores with -inf where hidden. `at` has q_pos and k_pos, which
-broadcast against the scores in whichever orientation a kernel keeps them, and what `matrix` has.
+`fragment(scores, at, own)` returns the scores with -inf where hidden. `at` has q_pos and k_pos,
+which broadcast against the scores in whichever orientation a kernel keeps them, and what `matrix`
+has.
 
 `key_range(q_start, q_stop, matrix, own)` takes the positions of a tile's queries and returns
-`start, full_start, full_stop, stop`: keys outside [start, stop) are hidden from all of these queries,
-keys inside [full_start, full_stop) are visible to all. `matrix` has batch, head (query heads), q_len,
-kv_len and query_start. `query_range(k_start, k_stop, matrix, own)` returns the same of the positions
-of queries for a tile of keys. Both may leave the matrix: kernels clamp.
+`start, full_start, full_stop, stop`: keys outside [start, stop) are hidden from all these queries,
+keys inside [full_start, full_stop) are visible to all. `matrix` has batch, head (query heads),
+q_len, kv_len and query_start. `query_range(k_start, k_stop, matrix, own)` returns the same of the
+positions of queries for a tile of keys. Both may leave the matrix: kernels clamp.
 """
 
 from __future__ import annotations
@@ -140,7 +141,7 @@ class MaskOfMasks(NamedTuple):
 
 @jit
 def all_keys(q_start, q_stop, matrix, own):
-    """The key range of a mask that says nothing about ranges: any key may be visible, none surely."""
+    """The key range of a mask that knows none: any key may be visible, none surely is."""
     return 0, 0, 0, matrix.kv_len
 
 

@@ -59,7 +59,7 @@ class _OnDevice(NamedTuple):
 def _fragment(scores, at, own):
     row = at.q_pos - at.query_start
     matrix = own.tensor + at.batch * own.batch_stride + at.head * own.head_stride
-    places = matrix + row.to(tl.int64) * own.row_stride + at.k_pos.to(tl.int64) * own.key_stride
+    places = matrix + row * own.row_stride + at.k_pos * own.key_stride
     inside = (row < at.q_len) & (at.k_pos < at.kv_len)
     visible = tl.load(places, mask=inside, other=0)
     return tl.where(visible != 0, scores, float("-inf"))

@@ -91,4 +91,4 @@ def _query_range(k_start, k_stop, matrix, own):
 @jit
 def _length(matrix, own):
     length = tl.load(own.lengths + matrix.batch * own.stride).to(tl.int64)
-    return min(max(length, 0), matrix.kv_len).to(tl.int32)
+    return tl.minimum(tl.maximum(length, 0), matrix.kv_len).to(tl.int32)
