@@ -174,7 +174,10 @@ def check_broadcastable(name: str, shape: Sequence[int], size: Size) -> None:
 
 def broadcast_strides(tensor: Any) -> tuple[int, int, int, int]:
     """Strides along (batch, head, row, key), in elements; 0 where the tensor is broadcast."""
-    strides = [0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.strides, strict=True)]
+    strides = [
+        0 if size == 1 else stride
+        for size, stride in zip(tensor.shape, tensor.strides, strict=True)
+    ]
     return (*([0] * (4 - len(strides))), *strides)  # type: ignore[return-value]
 
 
