@@ -63,7 +63,7 @@ def problem(dtype: str, dim: int) -> Call:
     """Causal, grouped heads, a length that is no multiple of a tile."""
     query = array((2, 16, 1000, dim), dtype)
     key = array((2, 4, 1000, dim), dtype)
-    return Call(query, key, key, Causal(), None, None, 0, dim**-0.5, None, 0.0, None)
+    return Call(None, query, key, key, Causal(), None, None, 0, dim**-0.5, None, 0.0, None)
 
 
 def launches(call: Call, capability: int) -> list[Launch]:
