@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from limelight.biases import Bias
 from limelight.masks import Mask
+from limelight.problem import Problem
 from limelight.tile import Positions, Size
 
 
@@ -27,12 +28,13 @@ class Gradients(NamedTuple):
 
 @dataclass(slots=True, eq=False)  # never changed; frozen would cost 3 us at each call
 class Call:
-    """query [B, H, M, D], key [B, G, N, D], value [B, G, N, E], sinks [H] or None.
+    """problem: what the call poses. query [B, H, M, D], key [B, G, N, D], value [B, G, N, E], sinks [H] or None.
 
     query_start: a number, or an integer array [B]. seed: a number or an int64 array of one element,
     None without dropout.
     """
 
+    problem: Problem
     query: Any
     key: Any
     value: Any

@@ -61,6 +61,8 @@ class Problem:
     gradients: names of what a gradient is wanted for: "query", "key", "value", "sinks" and, for the
         n-th tensor of the bias, "bias.n".
     library: the array library ("torch", "numpy"), with its version.
+    triton_version: None where Triton is not installed; "" where that is not known.
+    allow_tf32: whether the library's switch lets float32 products round to TF32.
 
     Raises ValueError or TypeError, naming the argument, where the parts do not fit together.
     """
@@ -81,6 +83,8 @@ class Problem:
     library: str = "torch"
     library_version: str = ""
     device: Device = CPU
+    triton_version: str | None = ""
+    allow_tf32: bool = False
 
     @classmethod
     def of(
@@ -130,6 +134,13 @@ class Problem:
         object.__setattr__(self, "dropout_p", float(self.dropout_p))
         if self.softcap is not None:
             object.__setattr__(self, "softcap", float(self.softcap))
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, name) for name in self.__dataclass_fields__))
+
+    def __hash__(self) -> int:  # asked at every call
+        return self._hash
 
     # Sizes, by the names used everywhere.
 

@@ -172,6 +172,15 @@ def check_broadcastable(name: str, shape: Sequence[int], size: Size) -> None:
             raise invalid(name, found=f"shape {tuple(shape)}", needed=needed)
 
 
+def broadcast_strides(tensor: Any) -> tuple[int, int, int, int]:
+    """Strides along (batch, head, row, key), in elements; 0 where the tensor is broadcast."""
+    strides = [
+        0 if size == 1 else stride
+        for size, stride in zip(tensor.shape, tensor.strides, strict=True)
+    ]
+    return (*([0] * (4 - len(strides))), *strides)  # type: ignore[return-value]
+
+
 def check_dtype(name: str, tensor: Any, kind: str) -> None:
     """`kind` is "bool", "int" or "float"; the tensor is a layout."""
     dtype = None if tensor is None else tensor.dtype

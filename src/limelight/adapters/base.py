@@ -9,7 +9,8 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import lru_cache, reduce
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, ClassVar, NamedTuple
 
 from array_api_compat import array_namespace
@@ -97,6 +98,10 @@ class Adapter:
 
     def deterministic(self) -> bool:
         """What the library's own switch says."""
+        return False
+
+    def allow_tf32(self) -> bool:
+        """Whether the library's switch lets float32 products round to TF32."""
         return False
 
     def contiguous(self, array: Any) -> Any:
@@ -188,6 +193,8 @@ class Adapter:
             library=self.library,
             library_version=self.version(),
             device=self.device(a.query),
+            triton_version=_triton_version(),
+            allow_tf32=self.allow_tf32(),
         )
 
     def choice(self, a: Arguments, restriction: tuple[str, ...] | None) -> Choice:
@@ -210,6 +217,7 @@ class Adapter:
             seed = self.draw_seed(a.query) if a.seed is None else a.seed
         assert problem.scale is not None  # Problem fills it in
         return Call(
+            problem=problem,
             query=a.query,
             key=a.key,
             value=a.value,
@@ -234,6 +242,14 @@ class Adapter:
         xp = array_namespace(lengths[0])
         counted = [xp.clip(xp.astype(each, xp.int64), 0, problem.kv_len) for each in lengths]
         return reduce(xp.minimum, counted) - problem.q_len
+
+
+@lru_cache(maxsize=1)
+def _triton_version() -> str | None:
+    try:
+        return version("triton")
+    except PackageNotFoundError:
+        return None
 
 
 def _is_sequence(start: Any) -> bool:

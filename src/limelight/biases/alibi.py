@@ -14,8 +14,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
+from limelight._jit import jit, tl
 from limelight.biases.base import Bias
 from limelight.errors import invalid
 from limelight.terms import check_dtype
@@ -36,6 +37,7 @@ class ALiBi(Bias):
     slopes: Any = None
 
     tensor_fields: ClassVar[tuple[str, ...]] = ("slopes",)
+    gradient: ClassVar[Literal["head", "dense"] | None] = "head"
 
     @staticmethod
     def paper_slopes(heads: int) -> tuple[float, ...]:
@@ -85,6 +87,31 @@ class ALiBi(Bias):
             gradient[at.heads] += xp.sum(d_slopes, axis=0)
         else:
             gradient[at.batches, at.heads] += d_slopes
+
+    def on_device(self) -> NamedTuple:
+        batch_stride = self.slopes.strides[0] if len(self.slopes.shape) == 2 else 0
+        return _OnDevice(_fragment, _slope, self.slopes, batch_stride, self.slopes.strides[-1])
+
+
+class _OnDevice(NamedTuple):
+    fragment: Any
+    slope: Any
+    slopes: Any
+    batch_stride: int
+    head_stride: int
+
+
+@jit
+def _fragment(scores, at, own):
+    slope = tl.load(own.slopes + at.batch * own.batch_stride + at.head * own.head_stride)
+    return scores + slope.to(tl.float32) * _slope(at, own)
+
+
+@jit
+def _slope(at, own):
+    """The derivative of the score with respect to the head's number."""
+    # Positions as floats first: converting every difference would cost as much as its exponential.
+    return -tl.abs(at.q_pos.to(tl.float32) - at.k_pos.to(tl.float32))
 
 
 def _geometric(count: int) -> tuple[float, ...]:

@@ -2,13 +2,19 @@
 
 A bias is one file with one frozen dataclass: `values`, its meaning, written once for any array
 library; `fold`, which reduces the gradient of a tile of scores to the gradient of its parameters;
-`check` for its tensors. Biases compose with `+`.
+`check` for its tensors; `on_device`, the same for the fused kernels. Biases compose with `+`.
+
+On the device a bias is a NamedTuple whose first field is a `jit` function, `fragment(scores, at,
+own)`, which returns the scores with the bias added; the rest is whatever it reads (pointers,
+strides, numbers), which it gets back as `own`. `at` has q_pos and k_pos, which broadcast against
+the scores in whichever orientation a kernel keeps them, and batch, head (query heads), q_len,
+kv_len and query_start.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from limelight.errors import invalid_type
 from limelight.terms import Composite, Term
@@ -23,9 +29,19 @@ class Bias(Term):
     # Whether values may be -inf, which hides a key as a mask does.
     may_hide: ClassVar[bool] = False
 
+    # How the fused kernels make the gradient of the tensor.
+    # "head": one number for each (batch, head), the sum over a matrix of scores of d_scores times
+    #     `slope(at, own)`, the second field on the device, elementwise; it costs no product.
+    # "dense": every score has an entry (dimensions of size 1 are shared); walked tile by tile.
+    gradient: ClassVar[Literal["head", "dense"] | None] = None
+
     def values(self, at: Tile, xp: Any) -> Any:
         """Numbers that broadcast against the tile's scores (batch, heads, rows, keys)."""
         raise NotImplementedError(f"{type(self).__name__} does not define values(at, xp)")
+
+    def on_device(self) -> NamedTuple:
+        """The bias as a kernel takes it. Called on the form that holds device arrays."""
+        raise NotImplementedError(f"{type(self).__name__} does not define on_device()")
 
     def hides(self) -> bool:
         return any(type(part).may_hide for part in self.parts() if isinstance(part, Bias))
@@ -51,7 +67,8 @@ class Sum(Composite, Bias):
     children: tuple[Bias, ...]
 
     def values(self, at: Tile, xp: Any) -> Any:
-        first, *others = (child.values(at, xp) for child in self.children)
+        # Each in the scores' dtype: a sum in half precision would lose digits of both.
+        first, *others = (xp.astype(child.values(at, xp), at.dtype) for child in self.children)
         return sum(others, start=first)
 
     def fold(self, d_scores: Any, at: Tile, xp: Any, gradients: list[Any]) -> None:

@@ -12,10 +12,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, NamedTuple
 
+from limelight._jit import jit, tl
 from limelight.biases.base import Bias
-from limelight.terms import check_broadcastable, check_dtype
+from limelight.terms import broadcast_strides, check_broadcastable, check_dtype
 from limelight.tile import Size, Tile
 
 
@@ -31,6 +32,7 @@ class DenseBias(Bias):
 
     tensor_fields: ClassVar[tuple[str, ...]] = ("tensor",)
     may_hide: ClassVar[bool] = True
+    gradient: ClassVar[Literal["head", "dense"] | None] = "dense"
 
     def check(self, size: Size) -> None:
         check_dtype("bias DenseBias tensor", self.tensor, "float")
@@ -46,3 +48,26 @@ class DenseBias(Bias):
         if broadcast:
             d_scores = xp.sum(d_scores, axis=broadcast, keepdims=True)
         part += d_scores
+
+    def on_device(self) -> NamedTuple:
+        return _OnDevice(_fragment, self.tensor, *broadcast_strides(self.tensor))
+
+
+class _OnDevice(NamedTuple):
+    fragment: Any
+    tensor: Any
+    batch_stride: int
+    head_stride: int
+    row_stride: int
+    key_stride: int
+
+
+@jit
+def _fragment(scores, at, own):
+    row = at.q_pos - at.query_start
+    matrix = own.tensor + at.batch * own.batch_stride + at.head * own.head_stride
+    places = matrix + row * own.row_stride + at.k_pos * own.key_stride
+    inside = (row < at.q_len) & (at.k_pos < at.kv_len)
+    bias = tl.load(places, mask=inside, other=0.0).to(tl.float32)
+    # Not left to the sum: the score of a hidden key may be NaN.
+    return tl.where(bias == float("-inf"), bias, scores + bias)

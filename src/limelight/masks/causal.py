@@ -11,8 +11,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
+from limelight._jit import jit, tl
 from limelight.masks.base import Mask
 from limelight.tile import Tile, TileState
 
@@ -26,6 +27,7 @@ class Causal(Mask):
     """
 
     ordered: ClassVar[bool] = True
+    gaps: ClassVar[bool] = False
 
     def values(self, at: Tile, xp: Any) -> Any:
         return at.k_pos <= at.q_pos
@@ -36,3 +38,28 @@ class Causal(Mask):
         if at.k_start > at.q_stop - 1:
             return TileState.EMPTY
         return TileState.FULL if at.k_stop - 1 <= at.q_start else TileState.PARTIAL
+
+    def on_device(self) -> NamedTuple:
+        return _OnDevice(_fragment, _key_range, _query_range)
+
+
+class _OnDevice(NamedTuple):
+    fragment: Any
+    key_range: Any
+    query_range: Any
+
+
+@jit
+def _fragment(scores, at, own):
+    return tl.where(at.k_pos <= at.q_pos, scores, float("-inf"))
+
+
+@jit
+def _key_range(q_start, q_stop, matrix, own):
+    return 0, 0, q_start + 1, q_stop
+
+
+@jit
+def _query_range(k_start, k_stop, matrix, own):
+    stop = matrix.query_start + matrix.q_len
+    return k_start, k_stop - 1, stop, stop

@@ -12,10 +12,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
-from limelight.masks.base import Mask
-from limelight.terms import check_broadcastable, check_dtype
+from limelight._jit import jit, tl
+from limelight.masks.base import Mask, all_keys, all_queries
+from limelight.terms import broadcast_strides, check_broadcastable, check_dtype
 from limelight.tile import Size, Tile
 
 
@@ -37,3 +38,28 @@ class DenseMask(Mask):
 
     def values(self, at: Tile, xp: Any) -> Any:
         return at.take(self.tensor)
+
+    def on_device(self) -> NamedTuple:
+        strides = broadcast_strides(self.tensor)
+        return _OnDevice(_fragment, all_keys, all_queries, self.tensor, *strides)
+
+
+class _OnDevice(NamedTuple):
+    fragment: Any
+    key_range: Any
+    query_range: Any
+    tensor: Any
+    batch_stride: int
+    head_stride: int
+    row_stride: int
+    key_stride: int
+
+
+@jit
+def _fragment(scores, at, own):
+    row = at.q_pos - at.query_start
+    matrix = own.tensor + at.batch * own.batch_stride + at.head * own.head_stride
+    places = matrix + row * own.row_stride + at.k_pos * own.key_stride
+    inside = (row < at.q_len) & (at.k_pos < at.kv_len)
+    visible = tl.load(places, mask=inside, other=0)
+    return tl.where(visible != 0, scores, float("-inf"))

@@ -12,8 +12,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
+from limelight._jit import jit, tl
 from limelight.errors import invalid
 from limelight.masks.base import Mask
 from limelight.terms import check_dtype
@@ -94,6 +95,104 @@ class Documents(Mask):
             return TileState.EMPTY
         alike = min(int(keys.min()), int(queries.min())) == max(int(keys.max()), int(queries.max()))
         return TileState.FULL if alike else TileState.PARTIAL
+
+    def on_device(self) -> NamedTuple:
+        queries, by_row = (self.ids, 0) if self.query_ids is None else (self.query_ids, 1)
+        return _OnDevice(
+            _fragment,
+            _key_range,
+            _query_range,
+            self.ids,
+            queries,
+            _batch_stride(self.ids),
+            self.ids.strides[-1],
+            _batch_stride(queries),
+            queries.strides[-1],
+            queries.shape[-1],
+            by_row,
+        )
+
+
+class _OnDevice(NamedTuple):
+    fragment: Any
+    key_range: Any
+    query_range: Any
+    ids: Any
+    query_ids: Any
+    ids_batch_stride: int
+    ids_stride: int
+    query_ids_batch_stride: int
+    query_ids_stride: int
+    query_count: int
+    by_row: int  # 1 where query_ids has one id per query, 0 where it is read at a query's position
+
+
+@jit
+def _fragment(scores, at, own):
+    key_ids = _key_ids(at.k_pos, at, own)
+    same = (key_ids == _query_ids(at.q_pos, at, own)) & (key_ids >= 0)
+    return tl.where(same, scores, float("-inf"))
+
+
+@jit
+def _key_range(q_start, q_stop, matrix, own):
+    """From the first to the last key whose id lies between the queries' least and greatest."""
+    least, greatest = tl.cast(2**62, tl.int64), tl.cast(-1, tl.int64)
+    for first in tl.range(q_start, q_stop, 1024):
+        q_pos = first + tl.arange(0, 1024)
+        ids = _query_ids(q_pos, matrix, own)
+        least = min(least, tl.min(tl.where(q_pos < q_stop, ids.to(tl.int64), 2**62)))
+        greatest = max(greatest, tl.max(tl.where(q_pos < q_stop, ids.to(tl.int64), -1)))
+    start, stop, count = matrix.kv_len, matrix.kv_len * 0, matrix.kv_len * 0
+    for first in tl.range(0, matrix.kv_len, 1024):
+        k_pos = first + tl.arange(0, 1024)
+        ids = _key_ids(k_pos, matrix, own)
+        near = (ids >= least) & (ids <= greatest) & (ids >= 0)
+        start = min(start, tl.min(tl.where(near, k_pos, matrix.kv_len)))
+        stop = max(stop, tl.max(tl.where(near, k_pos + 1, 0)))
+        count += tl.sum(near.to(tl.int32))
+    alike = (least == greatest) & (count == stop - start)
+    return start, start, tl.where(alike, stop, start), stop
+
+
+@jit
+def _query_range(k_start, k_stop, matrix, own):
+    """The same of the queries for these keys."""
+    least, greatest = tl.cast(2**62, tl.int64), tl.cast(-1, tl.int64)
+    for first in tl.range(k_start, k_stop, 1024):
+        k_pos = first + tl.arange(0, 1024)
+        ids = _key_ids(k_pos, matrix, own)
+        least = min(least, tl.min(tl.where(k_pos < k_stop, ids.to(tl.int64), 2**62)))
+        greatest = max(greatest, tl.max(tl.where(k_pos < k_stop, ids.to(tl.int64), -1)))
+    first_query, last_query = matrix.query_start, matrix.query_start + matrix.q_len
+    start, stop, count = last_query, first_query, matrix.q_len * 0
+    for first in tl.range(first_query, last_query, 1024):
+        q_pos = first + tl.arange(0, 1024)
+        ids = _query_ids(q_pos, matrix, own)
+        near = (ids >= least) & (ids <= greatest) & (ids >= 0) & (q_pos < last_query)
+        start = min(start, tl.min(tl.where(near, q_pos, last_query)))
+        stop = max(stop, tl.max(tl.where(near, q_pos + 1, first_query)))
+        count += tl.sum(near.to(tl.int32))
+    alike = (least == greatest) & (count == stop - start)
+    return start, start, tl.where(alike, stop, start), stop
+
+
+@jit
+def _key_ids(k_pos, matrix, own):
+    ids = own.ids + matrix.batch * own.ids_batch_stride
+    return tl.load(ids + k_pos * own.ids_stride, mask=k_pos < matrix.kv_len, other=-1)
+
+
+@jit
+def _query_ids(q_pos, matrix, own):
+    index = q_pos - own.by_row * matrix.query_start
+    inside = (index >= 0) & (index < own.query_count)
+    ids = own.query_ids + matrix.batch * own.query_ids_batch_stride
+    return tl.load(ids + index * own.query_ids_stride, mask=inside, other=-1)
+
+
+def _batch_stride(ids: Any) -> int:
+    return ids.strides[0] if len(ids.shape) == 2 and ids.shape[0] > 1 else 0
 
 
 def _of_batches(ids: Any, at: Tile) -> Any:

@@ -12,8 +12,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
+from limelight._jit import jit, tl
 from limelight.errors import invalid
 from limelight.masks.base import Mask
 from limelight.terms import check_dtype
@@ -31,6 +32,7 @@ class KeyLengths(Mask):
     lengths: Any
 
     tensor_fields: ClassVar[tuple[str, ...]] = ("lengths",)
+    gaps: ClassVar[bool] = False
 
     def check(self, size: Size) -> None:
         check_dtype("mask KeyLengths lengths", self.lengths, "int")
@@ -54,3 +56,39 @@ class KeyLengths(Mask):
         if at.k_start >= max(lengths):
             return TileState.EMPTY
         return TileState.FULL if at.k_stop <= min(lengths) else TileState.PARTIAL
+
+    def on_device(self) -> NamedTuple:
+        return _OnDevice(_fragment, _key_range, _query_range, self.lengths, self.lengths.strides[0])
+
+
+class _OnDevice(NamedTuple):
+    fragment: Any
+    key_range: Any
+    query_range: Any
+    lengths: Any
+    stride: int
+
+
+@jit
+def _fragment(scores, at, own):
+    return tl.where(at.k_pos < _length(at, own), scores, float("-inf"))
+
+
+@jit
+def _key_range(q_start, q_stop, matrix, own):
+    length = _length(matrix, own)
+    return 0, 0, length, length
+
+
+@jit
+def _query_range(k_start, k_stop, matrix, own):
+    length = _length(matrix, own)
+    start, stop = matrix.query_start, matrix.query_start + matrix.q_len
+    full_stop = tl.where(k_stop <= length, stop, start)
+    return start, start, full_stop, tl.where(k_start < length, stop, start)
+
+
+@jit
+def _length(matrix, own):
+    length = tl.load(own.lengths + matrix.batch * own.stride).to(tl.int64)
+    return tl.minimum(tl.maximum(length, 0), matrix.kv_len).to(tl.int32)

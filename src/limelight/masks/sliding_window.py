@@ -16,8 +16,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
+from limelight._jit import jit, tl
 from limelight.errors import invalid, is_integer
 from limelight.masks.base import Mask
 from limelight.tile import Tile, TileState
@@ -40,6 +41,7 @@ class SlidingWindow(Mask):
     right: int | Literal["left"] | None = "left"
 
     ordered: ClassVar[bool] = True
+    gaps: ClassVar[bool] = False
     plain_fields: ClassVar[tuple[str, ...]] = ("left", "right")
 
     def __post_init__(self) -> None:
@@ -71,3 +73,37 @@ class SlidingWindow(Mask):
         if greatest < -left or least > right:
             return TileState.EMPTY
         return TileState.FULL if -left <= least and greatest <= right else TileState.PARTIAL
+
+    def on_device(self) -> NamedTuple:
+        left = _NO_LIMIT if self.left is None else min(self.left, _NO_LIMIT)
+        right = _NO_LIMIT if self.right is None else min(int(self.right), _NO_LIMIT)
+        return _OnDevice(_fragment, _key_range, _query_range, left, right)
+
+
+_NO_LIMIT = 2**30  # beyond any tensor's length, and far enough from the end of int32
+
+
+class _OnDevice(NamedTuple):
+    fragment: Any
+    key_range: Any
+    query_range: Any
+    left: int
+    right: int
+
+
+@jit
+def _fragment(scores, at, own):
+    offset = at.k_pos - at.q_pos
+    return tl.where((offset >= -own.left) & (offset <= own.right), scores, float("-inf"))
+
+
+@jit
+def _key_range(q_start, q_stop, matrix, own):
+    full_start, full_stop = q_stop - 1 - own.left, q_start + own.right + 1
+    return q_start - own.left, full_start, full_stop, q_stop + own.right
+
+
+@jit
+def _query_range(k_start, k_stop, matrix, own):
+    full_start, full_stop = k_stop - 1 - own.right, k_start + own.left + 1
+    return k_start - own.right, full_start, full_stop, k_stop + own.left

@@ -103,6 +103,9 @@ class TorchAdapter(Adapter):
     def deterministic(self) -> bool:
         return torch.are_deterministic_algorithms_enabled()
 
+    def allow_tf32(self) -> bool:
+        return torch.backends.cuda.matmul.allow_tf32
+
     def contiguous(self, array: Any) -> Any:
         return array.contiguous()
 
@@ -172,6 +175,7 @@ class TorchAdapter(Adapter):
             a.return_lse,
             a.deterministic,
             torch.are_deterministic_algorithms_enabled(),
+            torch.backends.cuda.matmul.allow_tf32,
             a.gradients,
             *rest,
         )

@@ -1,0 +1,92 @@
+"""The `flash` backend: our Triton kernels, on every NVIDIA GPU since Pascal.
+
+One forward and one backward, written once (`kernels/`), compiled for the card at hand on first use
+and kept on disk, launched through the CUDA driver.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from limelight.backends.base import Backend, Reason
+from limelight.biases import Bias
+from limelight.call import Call, Gradients
+from limelight.masks import Mask
+from limelight.problem import Problem
+from limelight.tuning import TileConfig
+
+DTYPES = ("float16", "bfloat16", "float32")
+
+
+class Flash(Backend):
+    name = "flash"
+    summary = "fused Triton kernels, O(L) memory, every mask and bias that has a fragment"
+
+    def why_not(self, problem: Problem) -> list[Reason]:
+        p = problem
+        capability = p.device.compute_capability
+        bare = [
+            part
+            for term, base in ((p.mask, Mask), (p.bias, Bias))
+            if term is not None
+            for part in term.parts()
+            if type(part).on_device is base.on_device
+        ]
+        rules = (
+            (p.library != "torch", "runs on PyTorch tensors", p.library, "pass torch tensors"),
+            (p.device.kind != "cuda", "runs on NVIDIA GPUs", p.device, "move the tensors to one"),
+            (
+                capability is not None and capability < (6, 0),
+                "needs compute capability 6.0 (Pascal) or newer",
+                p.device,
+                "",
+            ),
+            (
+                p.triton_version is None,
+                "needs Triton, which compiles the kernels",
+                "not installed",
+                "pip install triton",
+            ),
+            (
+                p.dtype not in DTYPES,
+                f"takes {', '.join(DTYPES)}",
+                p.dtype,
+                "cast the inputs, or stay with float64 on tiled",
+            ),
+            (
+                p.dtype == "bfloat16" and capability is not None and capability < (8, 0),
+                "needs compute capability 8.0 (Ampere) for bfloat16",
+                p.device,
+                "use float16",
+            ),
+            (
+                bool(bare),
+                "takes masks and biases that define a fragment (on_device)",
+                ", ".join(map(repr, bare)),
+                "",
+            ),
+        )
+        return [Reason(rule, str(found), lift) for against, rule, found, lift in rules if against]
+
+    def config(self, problem: Problem) -> TileConfig | None:
+        from limelight.kernels import configs
+
+        capability = problem.device.compute_capability
+        if capability is None:
+            return None
+        item = 4 if problem.dtype == "float32" else 2
+        dim = max(problem.head_dim, problem.value_dim)
+        found = configs.forward(capability[0] * 10 + capability[1], item, dim)
+        return TileConfig(found.rows, found.keys, found.source)
+
+    def forward(self, call: Call) -> tuple[Any, Any]:
+        from limelight.kernels import torch_flash
+
+        return torch_flash.forward(call)
+
+    def backward(
+        self, call: Call, out: Any, lse: Any, d_out: Any, d_lse: Any, wanted: Gradients
+    ) -> Gradients:
+        from limelight.kernels import torch_flash
+
+        return torch_flash.backward(call, out, lse, d_out, d_lse, wanted)

@@ -1,0 +1,266 @@
+"""The backward of FlashAttention-2 (arXiv:2307.08691, algorithm 2), in two kernels without atomics.
+
+`key_gradients` keeps a tile of keys and walks the queries that see it; `query_gradient` keeps a
+tile of queries and walks its keys. Each recomputes the weights, seven products a tile instead of
+five, and each writes what it owns once: gradients repeat bit for bit. Axes: M queries and N keys of
+a tile, D head_dim, E value_dim.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from limelight.kernels import dropout, ranges
+from limelight.kernels.forward import Keys, program_tile
+from limelight.kernels.row_numbers import ROW_NUMBERS, load_row_numbers
+from limelight.kernels.scores import (
+    d_products_of,
+    d_scores_of,
+    hide_past_end,
+    matrix_of,
+    place,
+    scores_of,
+    weights_of,
+    zero_unseen,
+)
+from limelight.kernels.tiles import head_of, is_given, load_rows, padded, store_rows
+
+
+class Rows(NamedTuple):
+    """What a walk over queries reads: one head of queries and what belongs to its rows."""
+
+    query: Any
+    query_stride: Any
+    d_out: Any
+    d_out_stride: Any
+    numbers: Any  # see row_numbers.py
+
+
+class KeyGradients(NamedTuple):
+    d_key: Any  # [N, D], not yet scaled
+    d_value: Any  # [N, E]
+
+
+class QuerySums(NamedTuple):
+    d_query: Any  # [M, D], not yet scaled
+    slopes: Any  # of each folded bias, [M]: d_scores times the bias's slope, summed over keys
+
+
+@triton.jit
+def rows_of(query, d_out, row_numbers, strides, matrix, sizes):
+    """The Rows of one head."""
+    batch, head = matrix.batch, matrix.head
+    first = (batch.to(tl.int64) * sizes.q_heads + head) * sizes.q_len
+    return Rows(
+        head_of(query, strides.query, batch, head),
+        strides.query.row,
+        head_of(d_out, strides.d_out, batch, head),
+        strides.d_out.row,
+        row_numbers + first * ROW_NUMBERS,
+    )
+
+
+@triton.jit
+def key_gradients(
+    query, key, value, query_starts, seeds, masks, biases, d_out, row_numbers,
+    d_key, d_value,
+    strides, sizes, numbers, options,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+):  # fmt: skip
+    """d_key [B, G, N, D] and d_value [B, G, N, E]; either may be null. Grid: tiles of keys * G * B.
+
+    Scores are kept transposed, [N, M]: the weights then feed d_value and d_key from registers.
+    """
+    tiles = tl.cdiv(sizes.kv_len, TILE_N)
+    first_key = tl.program_id(0) % tiles * TILE_N
+    kv_heads = sizes.q_heads // sizes.group
+    kv_head = tl.program_id(0) // tiles % kv_heads
+    batch = tl.program_id(0) // tiles // kv_heads
+    k_tile = load_rows(
+        head_of(key, strides.key, batch, kv_head), strides.key.row, first_key, 0, sizes.kv_len,
+        HEAD_DIM, TILE_N, BOUNDED=True,
+    )  # [N, D]  # fmt: skip
+    v_tile = load_rows(
+        head_of(value, strides.value, batch, kv_head), strides.value.row, first_key, 0,
+        sizes.kv_len, VALUE_DIM, TILE_N, BOUNDED=True,
+    )  # [N, E]  # fmt: skip
+    seed = dropout.seed_of(seeds, numbers)
+    sums = KeyGradients(
+        tl.zeros([TILE_N, padded(HEAD_DIM)], tl.float32),
+        tl.zeros([TILE_N, padded(VALUE_DIM)], tl.float32),
+    )
+    for head in tl.range(kv_head * sizes.group, (kv_head + 1) * sizes.group):
+        matrix = matrix_of(batch, head, query_starts, sizes, numbers)
+        rows = rows_of(query, d_out, row_numbers, strides, matrix, sizes)
+        stop_key = min(first_key + TILE_N, sizes.kv_len)
+        walk = ranges.queries_of(first_key, stop_key, masks, matrix, TILE_M, options.all_partial)
+        for q_tile in tl.range(walk.full_first, walk.full_last):
+            sums = _add_queries(
+                sums, k_tile, v_tile, first_key, q_tile * TILE_M, rows, walk, matrix, masks, biases,
+                seed, numbers, options, HEAD_DIM, VALUE_DIM, TILE_M, PARTIAL=False,
+            )  # fmt: skip
+        for i in tl.range(0, walk.partial_count):
+            sums = _add_queries(
+                sums, k_tile, v_tile, first_key, ranges.partial_tile(walk, i) * TILE_M, rows, walk,
+                matrix, masks, biases, seed, numbers, options, HEAD_DIM, VALUE_DIM, TILE_M,
+                PARTIAL=True,
+            )  # fmt: skip
+    stop = tl.where(is_given(d_key), sizes.kv_len, 0)
+    d_key_head = head_of(d_key, strides.d_key, batch, kv_head)
+    d_key_tile = sums.d_key * numbers.scale
+    store_rows(d_key_head, strides.d_key.row, first_key, stop, d_key_tile, HEAD_DIM, TILE_N)
+    stop = tl.where(is_given(d_value), sizes.kv_len, 0)
+    d_value_head = head_of(d_value, strides.d_value, batch, kv_head)
+    store_rows(d_value_head, strides.d_value.row, first_key, stop, sums.d_value, VALUE_DIM, TILE_N)
+
+
+@triton.jit
+def _add_queries(
+    sums, k_tile, v_tile, first_key, first_row, rows, walk, matrix, masks, biases, seed, numbers,
+    options,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TILE_M: tl.constexpr, PARTIAL: tl.constexpr,
+):  # fmt: skip
+    """The sums after one more tile of queries."""
+    TILE_N: tl.constexpr = k_tile.shape[0]
+    row = first_row + tl.arange(0, TILE_M)
+    q_tile = load_rows(
+        rows.query, rows.query_stride, first_row, 0, matrix.q_len, HEAD_DIM, TILE_M, PARTIAL
+    )  # [M, D]
+    d_out_tile = load_rows(
+        rows.d_out, rows.d_out_stride, first_row, 0, matrix.q_len, VALUE_DIM, TILE_M, PARTIAL
+    )  # [M, E]
+    shift, delta = load_row_numbers(rows.numbers, first_row, matrix.q_len, TILE_M, PARTIAL)
+    products = tl.dot(k_tile, tl.trans(q_tile), input_precision=options.precision)  # [N, M]
+    d_weights = tl.dot(v_tile, tl.trans(d_out_tile), input_precision=options.precision)  # [N, M]
+    at = place(matrix, row[None, :], first_key + tl.arange(0, TILE_N)[:, None])
+    scores, saturation = scores_of(products, at, masks, biases, numbers, options, PARTIAL)
+    if PARTIAL:
+        scores = hide_past_end(scores, row[None, :], matrix.q_len)
+    weights = weights_of(scores, shift[None, :], numbers, options)
+    kept = weights
+    if options.dropout:
+        kept = dropout.apply_transposed(weights, seed, matrix, first_row, first_key, numbers)
+        d_weights = dropout.apply_transposed(d_weights, seed, matrix, first_row, first_key, numbers)
+    d_value = tl.dot(
+        kept.to(d_out_tile.dtype), d_out_tile, sums.d_value, input_precision=options.precision
+    )
+    d_scores = d_scores_of(weights, d_weights, delta[None, :], PARTIAL)
+    d_products = d_products_of(d_scores, saturation, options).to(q_tile.dtype)
+    d_key = tl.dot(d_products, q_tile, sums.d_key, input_precision=options.precision)
+    return KeyGradients(d_key, d_value)
+
+
+@triton.jit
+def query_gradient(
+    query, key, value, query_starts, seeds, masks, biases, d_out, row_numbers,
+    d_query, slope_sums,
+    strides, sizes, numbers, options, folded,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+):  # fmt: skip
+    """d_query [B, H, M, D], which may be null. Grid: tiles of queries * H * B.
+
+    folded: of each bias, whether the gradient of its number per head is wanted; slope_sums
+    [biases, B, H, tiles] float32 takes each tile's part.
+    """
+    tile, head, batch = program_tile(sizes, TILE_M)
+    matrix = matrix_of(batch, head, query_starts, sizes, numbers)
+    rows = rows_of(query, d_out, row_numbers, strides, matrix, sizes)
+    first_row = tile * TILE_M
+    row = first_row + tl.arange(0, TILE_M)
+    stop_row = min(first_row + TILE_M, sizes.q_len)
+    q_tile = load_rows(
+        rows.query, rows.query_stride, first_row, 0, sizes.q_len, HEAD_DIM, TILE_M, BOUNDED=True
+    )  # [M, D]
+    d_out_tile = load_rows(
+        rows.d_out, rows.d_out_stride, first_row, 0, sizes.q_len, VALUE_DIM, TILE_M, BOUNDED=True
+    )  # [M, E]
+    shift, delta = load_row_numbers(rows.numbers, first_row, sizes.q_len, TILE_M, BOUNDED=True)
+    kv_head = head // sizes.group
+    keys = Keys(
+        head_of(key, strides.key, batch, kv_head),
+        strides.key.row,
+        head_of(value, strides.value, batch, kv_head),
+        strides.value.row,
+    )
+    walk = ranges.keys_of(
+        matrix.query_start + first_row, matrix.query_start + stop_row, masks, matrix, TILE_N,
+        options.all_partial,
+    )  # fmt: skip
+    seed = dropout.seed_of(seeds, numbers)
+    sums = QuerySums(tl.zeros([TILE_M, padded(HEAD_DIM)], tl.float32), _no_slopes(folded, TILE_M))
+    for k_tile in tl.range(walk.full_first, walk.full_last):
+        sums = _add_keys(
+            sums, q_tile, d_out_tile, shift, delta, row, first_row, k_tile * TILE_N, keys, walk,
+            matrix, masks, biases, seed, numbers, options, folded, HEAD_DIM, VALUE_DIM, TILE_N,
+            PARTIAL=False,
+        )  # fmt: skip
+    for i in tl.range(0, walk.partial_count):
+        sums = _add_keys(
+            sums, q_tile, d_out_tile, shift, delta, row, first_row,
+            ranges.partial_tile(walk, i) * TILE_N, keys, walk, matrix, masks, biases, seed, numbers,
+            options, folded, HEAD_DIM, VALUE_DIM, TILE_N, PARTIAL=True,
+        )  # fmt: skip
+    stop = tl.where(is_given(d_query), sizes.q_len, 0)
+    d_query_head = head_of(d_query, strides.d_query, batch, head)
+    d_query_tile = sums.d_query * numbers.scale
+    store_rows(d_query_head, strides.d_query.row, first_row, stop, d_query_tile, HEAD_DIM, TILE_M)
+    for i in tl.static_range(len(folded)):
+        if folded[i]:
+            programs = tl.num_programs(0)
+            this = (batch * sizes.q_heads + head) * tl.cdiv(sizes.q_len, TILE_M) + tile
+            tl.store(slope_sums + i * programs + this, tl.sum(sums.slopes[i], 0))
+
+
+@triton.jit
+def _add_keys(
+    sums, q_tile, d_out_tile, shift, delta, row, first_row, first_key, keys, walk, matrix, masks,
+    biases, seed, numbers, options, folded,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TILE_N: tl.constexpr, PARTIAL: tl.constexpr,
+):  # fmt: skip
+    """The sums after one more tile of keys."""
+    k_tile = load_rows(
+        keys.key, keys.key_stride, first_key, walk.low, walk.high, HEAD_DIM, TILE_N, PARTIAL
+    )  # [N, D]
+    v_tile = load_rows(
+        keys.value, keys.value_stride, first_key, walk.low, walk.high, VALUE_DIM, TILE_N, PARTIAL
+    )  # [N, E]
+    products = tl.dot(q_tile, tl.trans(k_tile), input_precision=options.precision)  # [M, N]
+    d_weights = tl.dot(d_out_tile, tl.trans(v_tile), input_precision=options.precision)  # [M, N]
+    at = place(matrix, row[:, None], first_key + tl.arange(0, TILE_N)[None, :])
+    scores, saturation = scores_of(products, at, masks, biases, numbers, options, PARTIAL)
+    if PARTIAL:
+        scores = hide_past_end(scores, at.k_pos, matrix.kv_len)
+    weights = weights_of(scores, shift[:, None], numbers, options)
+    if options.dropout:
+        d_weights = dropout.apply(d_weights, seed, matrix, first_row, first_key, numbers)
+    d_scores = d_scores_of(weights, d_weights, delta[:, None], PARTIAL)
+    slopes = _add_slopes(sums.slopes, d_scores, at, biases, folded)
+    if PARTIAL and options.gaps:
+        k_tile = zero_unseen(k_tile, (weights != 0) & (row < matrix.q_len)[:, None])
+    d_products = d_products_of(d_scores, saturation, options).to(k_tile.dtype)
+    d_query = tl.dot(d_products, k_tile, sums.d_query, input_precision=options.precision)  # [M, D]
+    return QuerySums(d_query, slopes)
+
+
+@triton.jit
+def _no_slopes(folded, ROWS: tl.constexpr):
+    sums = ()
+    for i in tl.static_range(len(folded)):
+        if folded[i]:
+            sums = sums + (tl.zeros([ROWS], tl.float32),)
+        else:
+            sums = sums + (0.0,)
+    return sums
+
+
+@triton.jit
+def _add_slopes(slopes, d_scores, at, biases, folded):
+    sums = ()
+    for i in tl.static_range(len(folded)):
+        if folded[i]:
+            part = tl.sum(d_scores * biases[i].slope(at, biases[i]), 1)
+            sums = sums + (slopes[i] + part,)
+        else:
+            sums = sums + (slopes[i],)
+    return sums

@@ -1,0 +1,107 @@
+"""How each kernel is cut, by architecture, size of an element and head_dim: data.
+
+`source` says where a line comes from. "compiled": Triton 3.6 made it for this architecture, without
+spills and within the shared memory, and nobody has measured it yet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+COMPILED = "compiled, not measured"
+SPILLS = "compiled, spills registers, not measured"
+H200 = "the fastest of about ten on an H200, bfloat16, length 4096"
+
+
+@dataclass(frozen=True)
+class Config:
+    """rows, keys: queries and keys of a tile."""
+
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
+    source: str = COMPILED
+
+
+TINY = Config(16, 16, 8, 1, SPILLS)
+
+# Each line: the least compute capability and the bytes of an element that it serves, then a Config
+# by the greatest padded head_dim. The 80 lines stay within 99 KB, to serve 86, 89 and 120 too.
+_FORWARD = {
+    (60, 2): {64: Config(64, 16, 8, 1), 128: Config(64, 16, 8, 1), 256: Config(32, 16, 8, 1)},
+    (60, 4): {64: Config(32, 16, 8, 1), 128: Config(32, 16, 8, 1), 256: Config(16, 16, 8, 1)},
+    (80, 2): {64: Config(128, 64, 4, 3), 128: Config(64, 64, 8, 2), 256: Config(64, 32, 8, 2)},
+    (80, 4): {64: Config(32, 32, 4, 2), 128: Config(32, 32, 8, 1), 256: TINY},
+    (90, 2): {
+        64: Config(64, 64, 4, 3, H200),
+        128: Config(64, 64, 4, 3, H200),
+        256: Config(128, 32, 8, 2),
+    },
+    (90, 4): {64: Config(64, 32, 4, 2), 128: Config(32, 32, 8, 1), 256: TINY},
+}
+# dK and dV, a program for each tile of keys.
+_KEYS = {
+    (60, 2): {64: Config(16, 64, 8, 1), 128: Config(16, 16, 8, 1), 256: TINY},
+    (60, 4): {64: Config(16, 32, 8, 1), 128: Config(16, 16, 8, 1), 256: Config(16, 16, 8, 1)},
+    (80, 2): {64: Config(32, 64, 4, 2), 128: Config(32, 64, 8, 2), 256: Config(32, 32, 8, 1)},
+    (80, 4): {64: Config(32, 32, 8, 1), 128: Config(16, 16, 4, 1), 256: TINY},
+    (90, 2): {
+        64: Config(64, 64, 4, 3, H200),
+        128: Config(64, 128, 8, 2, H200),
+        256: Config(32, 64, 8, 2, SPILLS),
+    },
+    (90, 4): {64: Config(32, 32, 8, 1), 128: Config(16, 16, 4, 1), 256: TINY},
+}
+# dQ, a program for each tile of queries.
+_QUERIES = {
+    (60, 2): {64: Config(64, 16, 8, 1), 128: Config(16, 16, 8, 1), 256: TINY},
+    (60, 4): {64: Config(32, 16, 8, 1), 128: Config(16, 16, 8, 1), 256: Config(16, 16, 8, 1)},
+    (80, 2): {64: Config(64, 64, 4, 2), 128: Config(64, 32, 8, 2), 256: Config(64, 32, 8, 1)},
+    (80, 4): {64: Config(32, 32, 4, 1), 128: Config(32, 16, 8, 1), 256: TINY},
+    (90, 2): {
+        64: Config(64, 32, 4, 3, H200),
+        128: Config(64, 32, 4, 3, H200),
+        256: Config(64, 32, 8, 2),
+    },
+    (90, 4): {64: Config(32, 32, 4, 1), 128: Config(32, 16, 8, 1), 256: TINY},
+}
+# A tile of a dense bias's gradient.
+_DENSE = {
+    (60, 2): {64: Config(64, 16, 8, 1), 128: Config(16, 16, 8, 1), 256: TINY},
+    (60, 4): {64: Config(16, 16, 8, 1), 128: Config(16, 16, 8, 1), 256: Config(16, 16, 8, 1)},
+    (80, 2): {64: Config(64, 64, 4, 1), 128: Config(64, 32, 4, 1), 256: Config(32, 16, 4, 1)},
+    (80, 4): {64: Config(32, 16, 4, 1), 128: Config(16, 16, 8, 1), 256: TINY},
+    (90, 2): {64: Config(64, 128, 8, 2), 128: Config(64, 128, 8, 1), 256: Config(64, 64, 8, 1)},
+    (90, 4): {64: Config(32, 16, 4, 1), 128: Config(16, 16, 8, 1), 256: TINY},
+}
+ROW_NUMBERS = Config(64, 1, 4, 1)
+PARTIAL_SUMS = Config(1, 128, 1, 1)
+
+
+def forward(capability: int, item_bytes: int, dim: int) -> Config:
+    """capability: 90 for sm_90. dim: the larger of head_dim and value_dim."""
+    return _find(_FORWARD, capability, item_bytes, dim)
+
+
+def key_gradients(capability: int, item_bytes: int, dim: int) -> Config:
+    return _find(_KEYS, capability, item_bytes, dim)
+
+
+def query_gradient(capability: int, item_bytes: int, dim: int) -> Config:
+    return _find(_QUERIES, capability, item_bytes, dim)
+
+
+def dense_gradient(capability: int, item_bytes: int, dim: int) -> Config:
+    return _find(_DENSE, capability, item_bytes, dim)
+
+
+_Table = dict[tuple[int, int], dict[int, Config]]
+
+
+def _find(table: _Table, capability: int, item_bytes: int, dim: int) -> Config:
+    if capability >= 120:  # the matrix products and the 99 KB of sm_86, not those of sm_90
+        capability = 80
+    least = max(served for served, _ in table if served <= capability)
+    by_dim = table[least, item_bytes]
+    return by_dim[min(served for served in by_dim if served >= dim)]

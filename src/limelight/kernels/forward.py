@@ -1,0 +1,129 @@
+"""The forward: FlashAttention-2 (Dao, arXiv:2307.08691), one program for each tile of queries.
+
+A program keeps its queries and walks the tiles of keys that they see: first the full ones, where no
+mask is evaluated, then the partial ones. Axes: M queries and N keys of a tile, D head_dim, E
+value_dim.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from limelight.kernels import dropout, ranges, softmax
+from limelight.kernels.scores import (
+    exponent_factor,
+    hide_past_end,
+    matrix_of,
+    place,
+    scores_of,
+    zero_unseen,
+)
+from limelight.kernels.tiles import head_of, load_or, load_rows, padded, store_rows
+
+
+class Keys(NamedTuple):
+    """What the walk over keys reads: one head of keys and values."""
+
+    key: Any
+    key_stride: Any
+    value: Any
+    value_stride: Any
+
+
+@triton.jit
+def forward(
+    query, key, value, sinks, query_starts, seeds, masks, biases,
+    out, lse,
+    strides, sizes, numbers, options,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+):  # fmt: skip
+    """out [B, H, M, E] in its own dtype, lse [B, H, M] float32, contiguous. Grid: tiles * H * B.
+
+    sinks, query_starts, seeds may be null. masks and biases: tuples, see masks/base.py and
+    biases/base.py. strides, sizes, numbers, options: see plan.py.
+    """
+    tile, head, batch = program_tile(sizes, TILE_M)
+    matrix = matrix_of(batch, head, query_starts, sizes, numbers)
+    first_row = tile * TILE_M
+    row = first_row + tl.arange(0, TILE_M)
+    stop_row = min(first_row + TILE_M, sizes.q_len)
+    q_head = head_of(query, strides.query, batch, head)
+    q_tile = load_rows(
+        q_head, strides.query.row, first_row, 0, sizes.q_len, HEAD_DIM, TILE_M, BOUNDED=True
+    )  # [M, D]
+    kv_head = head // sizes.group
+    keys = Keys(
+        head_of(key, strides.key, batch, kv_head),
+        strides.key.row,
+        head_of(value, strides.value, batch, kv_head),
+        strides.value.row,
+    )
+    walk = ranges.keys_of(
+        matrix.query_start + first_row, matrix.query_start + stop_row, masks, matrix, TILE_N,
+        options.all_partial,
+    )  # fmt: skip
+    seed = dropout.seed_of(seeds, numbers)
+    state = softmax.start(TILE_M, padded(VALUE_DIM))
+    for k_tile in tl.range(walk.full_first, walk.full_last):
+        state = _attend(
+            state, q_tile, row, first_row, k_tile * TILE_N, keys, walk, matrix, masks, biases,
+            seed, numbers, options, HEAD_DIM, VALUE_DIM, TILE_N, PARTIAL=False,
+        )  # fmt: skip
+    for i in tl.range(0, walk.partial_count):
+        state = _attend(
+            state, q_tile, row, first_row, ranges.partial_tile(walk, i) * TILE_N, keys, walk,
+            matrix, masks, biases, seed, numbers, options, HEAD_DIM, VALUE_DIM, TILE_N,
+            PARTIAL=True,
+        )  # fmt: skip
+    sink = load_or(sinks, head, float("-inf")).to(tl.float32)
+    out_tile, log_sum_exp = softmax.finish(state, sink)
+    store_rows(
+        head_of(out, strides.out, batch, head), strides.out.row, first_row, sizes.q_len, out_tile,
+        VALUE_DIM, TILE_M,
+    )  # fmt: skip
+    lse_row = lse + (batch.to(tl.int64) * sizes.q_heads + head) * sizes.q_len + row
+    tl.store(lse_row, log_sum_exp, mask=row < sizes.q_len)
+
+
+@triton.jit
+def _attend(
+    state, q_tile, row, first_row, first_key, keys, walk, matrix, masks, biases, seed, numbers,
+    options,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TILE_N: tl.constexpr, PARTIAL: tl.constexpr,
+):  # fmt: skip
+    """The softmax's state after one more tile of keys."""
+    k_tile = load_rows(
+        keys.key, keys.key_stride, first_key, walk.low, walk.high, HEAD_DIM, TILE_N, PARTIAL
+    )  # [N, D]
+    products = tl.dot(q_tile, tl.trans(k_tile), input_precision=options.precision)  # [M, N]
+    at = place(matrix, row[:, None], first_key + tl.arange(0, TILE_N)[None, :])
+    scores, _ = scores_of(products, at, masks, biases, numbers, options, PARTIAL)
+    if PARTIAL:
+        scores = hide_past_end(scores, at.k_pos, matrix.kv_len)
+    state, weights = softmax.update(state, scores, exponent_factor(numbers, options), PARTIAL)
+    if options.dropout:
+        weights = dropout.apply(weights, seed, matrix, first_row, first_key, numbers)
+    v_tile = load_rows(
+        keys.value, keys.value_stride, first_key, walk.low, walk.high, VALUE_DIM, TILE_N, PARTIAL
+    )  # [N, E]
+    if PARTIAL and options.gaps:
+        v_tile = zero_unseen(v_tile, (scores != float("-inf")) & (row < matrix.q_len)[:, None])
+    weights = weights.to(v_tile.dtype)
+    acc = tl.dot(weights, v_tile, state.acc, input_precision=options.precision)  # [M, E]
+    return softmax.Softmax(state.row_max, state.row_sum, acc)
+
+
+@triton.jit
+def program_tile(sizes, TILE_M: tl.constexpr):
+    """This program's tile of queries, head and batch element.
+
+    The tiles of a head run side by side and share its keys in the L2 cache, last first: under a
+    causal mask those have the most work.
+    """
+    tiles = tl.cdiv(sizes.q_len, TILE_M)
+    program = tl.program_id(0)
+    tile = tiles - 1 - program % tiles
+    head = program // tiles % sizes.q_heads
+    batch = program // tiles // sizes.q_heads
+    return tile, head, batch

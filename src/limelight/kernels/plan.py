@@ -1,0 +1,317 @@
+"""From a call to launches: which kernels run, with which grids, tiles and arguments.
+
+No array library is needed: the call's tensors are `Array`s, and so are the outputs and the scratch
+memory, which the caller allocates.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from limelight.call import Call, Gradients
+from limelight.kernels import arguments as args
+from limelight.kernels import configs
+from limelight.kernels.backward import key_gradients, query_gradient
+from limelight.kernels.bias_gradient import dense_gradient
+from limelight.kernels.configs import Config
+from limelight.kernels.forward import forward as forward_kernel
+from limelight.kernels.launch import ITEM_BYTES, Array, Launch, i32, null
+from limelight.kernels.partial_sums import add_partial_sums
+from limelight.kernels.row_numbers import ROW_NUMBERS, row_numbers
+
+
+class Shape(NamedTuple):
+    """Scratch memory to allocate, contiguous."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def forward(
+    call: Call,
+    out: Array,
+    lse: Array,
+    *,
+    capability: int,
+    allow_tf32: bool = False,
+    config: Config | None = None,
+) -> list[Launch]:
+    """out [B, H, M, E], any strides but the last; lse [B, H, M] float32, contiguous.
+
+    capability: of the device, 90 for sm_90. allow_tf32: one-pass TF32 is good enough for float32.
+    config: instead of the table's.
+    """
+    size = call.size
+    config = config or configs.forward(capability, *_kind(call))
+    arguments = {
+        "query": call.query,
+        "key": call.key,
+        "value": call.value,
+        "sinks": _sinks(call),
+        **args.terms(call),
+        "out": out,
+        "lse": lse,
+        "strides": args.tensor_strides(call, out=out),
+        **args.numbers_and_options(call, capability, allow_tf32),
+    }
+    grid = _tiles(size.q_len, config.rows) * size.q_heads * size.batch
+    return _launches(forward_kernel, grid, arguments, _dims(call), config)
+
+
+def scratch(call: Call, wanted: Gradients, capability: int) -> dict[str, Shape]:
+    """The memory that `backward` needs beside its outputs, all of it float32.
+
+    wanted: of each gradient, whether it is wanted (anything true).
+    """
+    batch, heads, q_len, _ = call.size
+    needed = {"row_numbers": Shape((batch, heads, q_len, ROW_NUMBERS.value), "float32")}
+    if wanted.sinks:
+        needed["sink_sums"] = Shape(
+            (batch, heads, _tiles(q_len, configs.ROW_NUMBERS.rows)), "float32"
+        )
+    folded = _folded(call, wanted)
+    if any(folded):
+        tiles = _tiles(q_len, configs.query_gradient(capability, *_kind(call)).rows)
+        needed["slope_sums"] = Shape((len(folded), batch, heads, tiles), "float32")
+    return needed
+
+
+def backward(
+    call: Call,
+    out: Array,
+    lse: Array,
+    d_out: Array,
+    d_lse: Array | None,
+    gradients: Gradients,
+    memory: dict[str, Array],
+    *,
+    capability: int,
+    allow_tf32: bool = False,
+) -> list[Launch]:
+    """The launches, in order, that fill `gradients`, whose arrays are of their inputs' shapes.
+
+    gradients: an Array for each that is wanted, None for the others. memory: what `scratch` asked
+    for. lse and d_lse are contiguous. Every output is written once and repeats bit for bit.
+    """
+    shared = {
+        "query": call.query,
+        "key": call.key,
+        "value": call.value,
+        **args.terms(call),
+        "d_out": d_out,
+        "row_numbers": memory["row_numbers"],
+    }
+    strides = args.tensor_strides(
+        call,
+        out=out,
+        d_out=d_out,
+        d_query=gradients.query,
+        d_key=gradients.key,
+        d_value=gradients.value,
+    )
+    scalars = {"strides": strides, **args.numbers_and_options(call, capability, allow_tf32)}
+    launches = _row_numbers(call, out, lse, d_out, d_lse, gradients, memory, scalars)
+    if gradients.key is not None or gradients.value is not None:
+        launches += _key_gradients(call, gradients, shared, scalars, capability)
+    folded = _folded(call, gradients)
+    if gradients.query is not None or any(folded):
+        sums = memory.get("slope_sums", null("float32"))
+        launches += _query_gradient(call, gradients, sums, folded, shared, scalars, capability)
+        launches += _slopes(call, gradients, sums, folded)
+    for child, gradient in _parameters(call, gradients):
+        if gradient is not None and child.gradient == "dense":
+            launches += _dense_gradient(call, gradient, shared, scalars, capability)
+    return launches
+
+
+def _row_numbers(
+    call: Call,
+    out: Array,
+    lse: Array,
+    d_out: Array,
+    d_lse: Array | None,
+    gradients: Gradients,
+    memory: dict[str, Array],
+    scalars: dict[str, Any],
+) -> list[Launch]:
+    batch, heads, q_len, _ = call.size
+    tiles = _tiles(q_len, configs.ROW_NUMBERS.rows)
+    sums = memory.get("sink_sums", null("float32"))
+    arguments = {
+        "out": out,
+        "d_out": d_out,
+        "lse": lse,
+        "d_lse": null("float32") if d_lse is None else d_lse,
+        "sinks": _sinks(call),
+        "numbers": memory["row_numbers"],
+        "sink_sums": sums,
+        "strides": scalars["strides"],
+        "sizes": scalars["sizes"],
+    }
+    constants = {"VALUE_DIM": call.value.shape[3], "TILE_M": configs.ROW_NUMBERS.rows}
+    launches = _launch(
+        row_numbers, tiles * heads * batch, arguments, constants, configs.ROW_NUMBERS
+    )
+    if gradients.sinks is not None:
+        launches += _add_up(sums, gradients.sinks, tiles, batches=batch, heads=heads)
+    return launches
+
+
+def _key_gradients(
+    call: Call,
+    gradients: Gradients,
+    shared: dict[str, Any],
+    scalars: dict[str, Any],
+    capability: int,
+) -> list[Launch]:
+    batch, kv_heads, kv_len, _ = call.key.shape
+    config = configs.key_gradients(capability, *_kind(call))
+    arguments = {
+        **shared,
+        "d_key": gradients.key or null(call.key.dtype),
+        "d_value": gradients.value or null(call.value.dtype),
+        **scalars,
+    }
+    grid = _tiles(kv_len, config.keys) * kv_heads * batch
+    return _launches(key_gradients, grid, arguments, _dims(call), config)
+
+
+def _query_gradient(
+    call: Call,
+    gradients: Gradients,
+    slope_sums: Array,
+    folded: tuple[bool, ...],
+    shared: dict[str, Any],
+    scalars: dict[str, Any],
+    capability: int,
+) -> list[Launch]:
+    size = call.size
+    config = configs.query_gradient(capability, *_kind(call))
+    arguments = {
+        **shared,
+        "d_query": gradients.query or null(call.query.dtype),
+        "slope_sums": slope_sums,
+        **scalars,
+        "folded": folded,
+    }
+    grid = _tiles(size.q_len, config.rows) * size.q_heads * size.batch
+    return _launches(query_gradient, grid, arguments, _dims(call), config)
+
+
+def _slopes(
+    call: Call, gradients: Gradients, sums: Array, folded: tuple[bool, ...]
+) -> list[Launch]:
+    launches = []
+    for n, (_, gradient) in enumerate(_parameters(call, gradients)):
+        if folded[n]:
+            _, batch, heads, tiles = sums.shape
+            part = sums.address + n * batch * heads * tiles * ITEM_BYTES["float32"]
+            own = Array(part, sums.shape[1:], sums.strides[1:], "float32")
+            launches += _add_up(own, gradient, tiles, batches=batch, heads=heads)
+    return launches
+
+
+def _add_up(sums: Array, total: Array, tiles: int, *, batches: int, heads: int) -> list[Launch]:
+    """total [heads] or [batches, heads] from sums [batches, heads, tiles]."""
+    per_batch = len(total.shape) == 2
+    arguments = {
+        "sums": sums,
+        "total": total,
+        "strides": args.head_strides(total),
+        "heads": i32(heads),
+        "batches": i32(1 if per_batch else batches),
+        "tiles": i32(tiles),
+    }
+    config = configs.PARTIAL_SUMS
+    grid = math.prod(total.shape)
+    return _launch(add_partial_sums, grid, arguments, {"BLOCK": config.keys}, config)
+
+
+class Own(NamedTuple):
+    batches: Any
+    heads: Any
+    row_tiles: Any
+    key_tiles: Any
+
+
+class Orbit(NamedTuple):
+    batches: Any
+    heads: Any
+    row_tiles: Any
+    key_tiles: Any
+    shares_rows: bool
+    shares_keys: bool
+
+
+def _dense_gradient(
+    call: Call,
+    gradient: Array,
+    shared: dict[str, Any],
+    scalars: dict[str, Any],
+    capability: int,
+) -> list[Launch]:
+    config = configs.dense_gradient(capability, *_kind(call))
+    size = call.size
+    shape = (*([1] * (4 - len(gradient.shape))), *gradient.shape)
+    tiles = (1, 1, config.rows, config.keys)
+    # A dimension of the bias that is 1 is walked; the others are spread over programs.
+    counts = [_tiles(full, tile) for full, tile in zip(size, tiles, strict=True)]
+    own = [1 if entries == 1 else count for entries, count in zip(shape, counts, strict=True)]
+    orbit = [count if entries == 1 else 1 for entries, count in zip(shape, counts, strict=True)]
+    arguments = {
+        **shared,
+        "gradient": gradient,
+        "strides": scalars["strides"],
+        "gradient_strides": args.dense_strides(gradient),
+        "sizes": scalars["sizes"],
+        "numbers": scalars["numbers"],
+        "options": scalars["options"],
+        "own": Own(*map(i32, own)),
+        "orbit": Orbit(*map(i32, orbit), shape[2] == 1, shape[3] == 1),
+    }
+    return _launches(dense_gradient, math.prod(own), arguments, _dims(call), config)
+
+
+def _folded(call: Call, gradients: Gradients) -> tuple[bool, ...]:
+    """Of each bias, whether its gradient is added up while dQ is made."""
+    return tuple(
+        bool(gradient) and child.gradient == "head"
+        for child, gradient in _parameters(call, gradients)
+    )
+
+
+def _parameters(call: Call, gradients: Gradients) -> list[tuple[Any, Any]]:
+    """The biases, each with the entry of its one tensor."""
+    return list(zip(args.bias_children(call.bias), gradients.bias, strict=True))
+
+
+def _sinks(call: Call) -> Array:
+    return null(call.query.dtype) if call.sinks is None else call.sinks
+
+
+def _kind(call: Call) -> tuple[int, int]:
+    return ITEM_BYTES[call.query.dtype], max(call.query.shape[3], call.value.shape[3])
+
+
+def _dims(call: Call) -> dict[str, int]:
+    return {"HEAD_DIM": call.query.shape[3], "VALUE_DIM": call.value.shape[3]}
+
+
+def _tiles(length: int, tile: int) -> int:
+    return -(-length // tile)
+
+
+def _launches(
+    kernel: Any, grid: int, arguments: dict[str, Any], dims: dict[str, int], config: Config
+) -> list[Launch]:
+    constants = {**dims, "TILE_M": config.rows, "TILE_N": config.keys}
+    return _launch(kernel, grid, arguments, constants, config)
+
+
+def _launch(
+    kernel: Any, grid: int, arguments: dict[str, Any], constants: dict[str, int], config: Config
+) -> list[Launch]:
+    """Nothing where there is nothing to write."""
+    launch = Launch(kernel, grid, arguments, constants, config.num_warps, config.num_stages)
+    return [launch] if grid else []

@@ -1,0 +1,131 @@
+"""From products of queries and keys to scores: scale, softcap, biases, masks, in this order."""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from limelight.kernels.tiles import load_or
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+class Matrix(NamedTuple):
+    """One matrix of scores. head counts query heads."""
+
+    batch: Any
+    head: Any
+    q_len: Any
+    kv_len: Any
+    query_start: Any
+
+
+class At(NamedTuple):
+    """Where a tile of scores lies: q_pos and k_pos broadcast against it; else as Matrix."""
+
+    q_pos: Any
+    k_pos: Any
+    batch: Any
+    head: Any
+    q_len: Any
+    kv_len: Any
+    query_start: Any
+
+
+@triton.jit
+def matrix_of(batch, head, query_starts, sizes, numbers):
+    """The Matrix of this batch element and query head."""
+    query_start = load_or(query_starts, batch, numbers.query_start).to(tl.int32)
+    # Casts, as the interpreter loops over Python's numbers.
+    batch, head = tl.cast(batch, tl.int32), tl.cast(head, tl.int32)
+    return Matrix(batch, head, sizes.q_len, sizes.kv_len, query_start)
+
+
+@triton.jit
+def place(matrix, row, key):
+    """The At of rows and keys (indices in their tensors), each with its broadcast dimension."""
+    return At(
+        matrix.query_start + row,
+        key,
+        matrix.batch,
+        matrix.head,
+        matrix.q_len,
+        matrix.kv_len,
+        matrix.query_start,
+    )
+
+
+@triton.jit
+def exponent_factor(numbers, options):
+    """What turns a score into an exponent of two.
+
+    A scale that nothing comes after waits for the exponent, where it costs nothing.
+    """
+    factor = LOG2E
+    if options.late_scale:
+        factor = numbers.scale * LOG2E
+    return factor
+
+
+@triton.jit
+def scores_of(products, at, masks, biases, numbers, options, PARTIAL: tl.constexpr):
+    """The scores, -inf where hidden, and the softcap's tanh (without a softcap, anything).
+
+    PARTIAL: whether the tile may hold hidden keys. What lies past the end is left to the caller.
+    """
+    scores = products
+    saturation = products
+    if options.softcap:
+        saturation = _tanh(products * (numbers.scale / numbers.softcap))
+        scores = saturation * numbers.softcap
+    elif not options.late_scale:
+        scores = products * numbers.scale
+    for i in tl.static_range(len(biases)):
+        scores = biases[i].fragment(scores, at, biases[i])
+    if PARTIAL:
+        for i in tl.static_range(len(masks)):
+            scores = masks[i].fragment(scores, at, masks[i])
+    return scores, saturation
+
+
+@triton.jit
+def weights_of(scores, shift, numbers, options):
+    """The softmax's weights. shift: the rows' log-sum-exp as an exponent of two, +inf for none."""
+    return tl.exp2(scores * exponent_factor(numbers, options) - shift)
+
+
+@triton.jit
+def d_scores_of(weights, d_weights, delta, PARTIAL: tl.constexpr):
+    """The gradient of the scores; zero where hidden, even if the value there is NaN."""
+    d_scores = weights * (d_weights - delta)
+    if PARTIAL:
+        d_scores = tl.where(weights == 0, 0.0, d_scores)
+    return d_scores
+
+
+@triton.jit
+def d_products_of(d_scores, saturation, options):
+    """The gradient of scale * products: back through the softcap."""
+    if options.softcap:
+        d_scores = d_scores * (1.0 - saturation * saturation)
+    return d_scores
+
+
+@triton.jit
+def hide_past_end(scores, index, length):
+    return tl.where(index < length, scores, float("-inf"))
+
+
+@triton.jit
+def zero_unseen(tile, seen):
+    """Rows of keys or values, zero where no query sees them: 0 * NaN is NaN. seen: [M, N]."""
+    by_any = tl.max(seen.to(tl.int32), axis=0)
+    return tl.where(by_any[:, None] != 0, tile, 0.0)
+
+
+@triton.jit
+def _tanh(x):
+    shrunk = tl.exp2(-2.0 * LOG2E * tl.abs(x))
+    magnitude = (1.0 - shrunk) / (1.0 + shrunk)
+    return tl.where(x < 0, -magnitude, magnitude)

@@ -1,0 +1,306 @@
+"""The fused kernels themselves, in Triton's interpreter, against the float64 oracle.
+
+Tiles are 16 to 32 wide here, so that lengths of a few dozen have empty, partial and full ones.
+bfloat16 is left to the GPU: the interpreter's products of it are wrong.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+import limelight as ll
+from limelight import reference
+from limelight.call import Call, Gradients
+from limelight.kernels import configs
+from limelight.kernels.configs import Config
+from tests.kernels import interpreter
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")
+
+BUDGET = {torch.float32: 1e-5, torch.float16: 2e-3}
+BATCH, HEADS, KV_HEADS, Q_LEN, KV_LEN = 2, 2, 1, 37, 53
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("forward", "key_gradients", "query_gradient", "dense_gradient"):
+        monkeypatch.setattr(configs, name, lambda *_: Config(16, 16, 4, 1))
+    monkeypatch.setattr(configs, "ROW_NUMBERS", Config(32, 1, 4, 1))
+
+
+def case(
+    dtype: Any = torch.float32,
+    *,
+    batch: int = BATCH,
+    heads: int = HEADS,
+    kv_heads: int = KV_HEADS,
+    q_len: int = Q_LEN,
+    kv_len: int = KV_LEN,
+    head_dim: int = 16,
+    value_dim: int = 16,
+    **others: Any,
+) -> Call:
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    generator = torch.Generator().manual_seed(0)
+    absent = {"mask": None, "bias": None, "sinks": None, "softcap": None, "seed": None}
+    call = Call(
+        query=normal(batch, heads, q_len, head_dim),
+        key=normal(batch, kv_heads, kv_len, head_dim),
+        value=normal(batch, kv_heads, kv_len, value_dim),
+        query_start=0,
+        scale=head_dim**-0.5,
+        dropout_p=0.0,
+        **absent,
+    )
+    return replace(call, **others)
+
+
+def check(call: Call, budget: float | None = None) -> None:
+    """Output, log-sum-exp and every gradient."""
+    budget = budget or BUDGET[call.query.dtype]
+    out, lse = interpreter.forward(call)
+    generator = torch.Generator().manual_seed(1)
+    d_out = torch.randn(out.shape, generator=generator).to(out.dtype)
+    d_lse = torch.randn(lse.shape, generator=generator)
+    start = call.query_start if isinstance(call.query_start, int) else call.query_start.numpy()
+    expected = reference.attention(
+        call.query,
+        call.key,
+        call.value,
+        mask=call.mask,
+        bias=call.bias,
+        query_start=start,
+        scale=call.scale,
+        softcap=call.softcap,
+        sinks=call.sinks,
+        dropout_p=call.dropout_p,
+        seed=call.seed if call.seed is None else int(call.seed),
+        d_out=d_out,
+        d_lse=d_lse,
+    )
+    assert_close("out", out, expected.out, budget)
+    empty = np.isneginf(expected.lse)
+    assert np.array_equal(np.isneginf(lse.numpy()), empty)
+    assert np.abs(lse.double().numpy() - expected.lse)[~empty].max(initial=0.0) < 10 * budget
+    parameters = call.bias.tensors() if call.bias is not None else ()
+    wanted = Gradients(True, True, True, call.sinks is not None, (True,) * len(parameters))
+    found = interpreter.backward(call, out, lse, d_out, d_lse, wanted)
+    for name, gradient, wish in zip(
+        Gradients._fields, found[:4], expected.gradients[:4], strict=False
+    ):
+        if gradient is not None:
+            assert_close(f"d_{name}", gradient, wish, budget)
+    for n, (gradient, wish) in enumerate(zip(found.bias, expected.gradients.bias, strict=True)):
+        assert_close(f"d_bias.{n}", gradient, wish, budget)
+
+
+def assert_close(name: str, found: torch.Tensor, expected: np.ndarray, budget: float) -> None:
+    """Relative error of the whole, and of its worst row; a zero reference must be met exactly."""
+    error = found.double().numpy() - expected
+    norm = np.linalg.norm(expected)
+    if norm == 0:
+        assert not error.any(), f"{name}: should be zero"
+        return
+    assert np.linalg.norm(error) <= budget * norm, f"{name}: {np.linalg.norm(error) / norm:.1e}"
+    rows = np.linalg.norm(np.atleast_2d(expected), axis=-1)
+    limit = 10 * budget * np.maximum(rows, np.sqrt((rows**2).mean()))
+    worst = (np.linalg.norm(np.atleast_2d(error), axis=-1) / limit).max()
+    assert worst <= 1, f"{name}: worst row {worst:.1f} times over its budget"
+
+
+def lengths(*values: int) -> ll.KeyLengths:
+    return ll.KeyLengths(torch.tensor(values))
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(2))
+
+
+def ids(*shape: int, documents: int = 3) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randint(-1, documents, shape, generator=generator)
+
+
+def gaps() -> torch.Tensor:
+    """A dense mask with an empty row, and keys that no query sees."""
+    visible = random(BATCH, 1, Q_LEN, KV_LEN) > 0
+    visible[:, :, 5] = False
+    visible[..., 20:40] = False
+    return visible
+
+
+MASKS = {
+    "causal": ll.Causal(),
+    "window": ll.SlidingWindow(9, 4),
+    "window to the left": ll.SlidingWindow(9, None),
+    "window to the right": ll.SlidingWindow(None, 3),
+    "lengths": lengths(20, 0),
+    "lengths beyond": lengths(-3, 99),
+    "documents": ll.Documents(ids(BATCH, KV_LEN)),
+    "documents in order": ll.Documents(torch.arange(KV_LEN) // 20),
+    "documents of queries": ll.Documents(ids(KV_LEN), ids(BATCH, Q_LEN)),
+    "dense": ll.DenseMask(gaps()),
+    "dense padding": ll.DenseMask(random(BATCH, 1, 1, KV_LEN) > 0),
+    "causal window lengths": ll.Causal() & ll.SlidingWindow(9) & lengths(20, 50),
+    "causal documents": ll.Causal() & ll.Documents(torch.arange(KV_LEN) // 20),
+    "or": ll.SlidingWindow(5, 2) | lengths(10, 0),
+    "or of and": (ll.Causal() & ll.SlidingWindow(4)) | (lengths(9, 3) & ll.Causal()),
+    "and of or": ll.Causal() & (ll.SlidingWindow(4) | lengths(9, 3)),
+}
+
+BIASES = {
+    "alibi": ll.ALiBi(torch.rand(HEADS)),
+    "alibi per batch": ll.ALiBi(torch.rand(BATCH, HEADS)),
+    "dense": ll.DenseBias(random(BATCH, HEADS, Q_LEN, KV_LEN)),
+    "dense per head": ll.DenseBias(random(1, HEADS, Q_LEN, KV_LEN)),
+    "dense shared": ll.DenseBias(random(Q_LEN, KV_LEN)),
+    "dense of keys": ll.DenseBias(random(BATCH, 1, 1, KV_LEN)),
+    "dense of queries": ll.DenseBias(random(HEADS, Q_LEN, 1)),
+    "one number": ll.DenseBias(random(1, 1)),
+    "dense that hides": ll.DenseBias(
+        random(1, 1, Q_LEN, KV_LEN).masked_fill(~gaps()[:1], -math.inf)
+    ),
+    "sum": ll.DenseBias(random(HEADS, 1, KV_LEN)) + ll.ALiBi(torch.rand(HEADS)),
+    "two slopes": ll.ALiBi(torch.rand(HEADS)) + ll.ALiBi(torch.rand(BATCH, HEADS)),
+}
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS.keys())
+def test_masks(mask: ll.Mask) -> None:
+    check(case(mask=mask))
+
+
+@pytest.mark.parametrize("bias", BIASES.values(), ids=BIASES.keys())
+def test_biases(bias: ll.Bias) -> None:
+    check(case(bias=bias))
+
+
+@pytest.mark.parametrize(
+    ("mask", "bias"),
+    [("causal", "sum"), ("lengths", "dense per head"), ("or", "alibi"), ("dense", "dense of keys")],
+)
+def test_masks_with_biases(mask: str, bias: str) -> None:
+    check(case(mask=MASKS[mask], bias=BIASES[bias], softcap=4.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"q_len": 1, "kv_len": 1},
+        {"q_len": 1, "kv_len": 50, "query_start": 49, "mask": ll.Causal()},
+        {"q_len": 32, "kv_len": 48},
+        {"q_len": 33, "kv_len": 31, "kv_heads": 2},
+        {"q_len": 17, "kv_len": 16, "heads": 4},
+        {"head_dim": 40, "value_dim": 24},
+        {"head_dim": 1, "value_dim": 3},
+        {"q_len": 20, "kv_len": 0},
+    ],
+    ids=str,
+)
+def test_sizes(dtype: Any, sizes: dict[str, Any]) -> None:
+    check(case(dtype, **sizes))
+
+
+@pytest.mark.parametrize("scale", [0.3, 0.0, -0.2])
+def test_scales(scale: float) -> None:
+    check(case(scale=scale, mask=ll.Causal()))
+
+
+@pytest.mark.parametrize("start", [16, -5, torch.tensor([-5, 16])], ids=str)
+@pytest.mark.parametrize("mask", ["causal", "window", "documents"])
+def test_query_start(mask: str, start: Any) -> None:
+    check(case(mask=MASKS[mask], query_start=start))
+
+
+def test_softcap() -> None:
+    check(case(softcap=2.0))
+
+
+def test_sinks() -> None:
+    check(case(sinks=random(HEADS), mask=lengths(20, 0)))
+
+
+@pytest.mark.parametrize("dropout_p", [0.3, 1.0])
+@pytest.mark.parametrize("seed", [-(2**63) + 12345, torch.tensor([2**40 + 1])], ids=str)
+def test_dropout(dropout_p: float, seed: Any) -> None:
+    check(case(dropout_p=dropout_p, seed=seed, mask=ll.Causal(), bias=BIASES["dense per head"]))
+
+
+def test_strided_views() -> None:
+    call = case()
+    packed = torch.cat([call.query, call.query], dim=3).transpose(1, 2).contiguous().transpose(1, 2)
+    query = packed[..., 16:]
+    key = call.key.transpose(1, 2).contiguous().transpose(1, 2).flip(0)
+    value = torch.stack([call.value, call.value], dim=2)[:, :, 1]
+    bias = ll.DenseBias(random(KV_LEN, Q_LEN).T)
+    check(replace(call, query=query, key=key, value=value, bias=bias))
+
+
+@pytest.mark.parametrize(
+    "hidden",
+    [
+        {"mask": lengths(20, 33)},
+        {"mask": ll.Causal()},
+        {"mask": ll.DenseMask(gaps())},
+        {"mask": ll.SlidingWindow(3) & ll.DenseMask(gaps())},
+        {"bias": BIASES["dense that hides"]},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_keys_that_nobody_sees_may_hold_anything(hidden: dict[str, Any], poison: float) -> None:
+    call = case(kv_heads=HEADS, **hidden)
+    visible = _visible(call)
+    unseen = ~visible.any(axis=2)
+    assert unseen.any()
+    for tensor in (call.key, call.value):
+        tensor[torch.from_numpy(unseen)] = poison
+    check(call)
+
+
+def _visible(call: Call) -> np.ndarray:
+    from limelight.tile import Positions
+
+    at = Positions.of(
+        np, size=call.size, dtype=np.float64, device="cpu", query_start=call.query_start
+    ).whole()
+    visible = np.ones(tuple(call.size), bool)
+    if call.mask is not None:
+        visible &= call.mask.map_tensors(np.asarray).values(at, np)
+    if call.bias is not None:
+        visible &= ~np.isneginf(call.bias.map_tensors(np.asarray).values(at, np))
+    return visible
+
+
+@pytest.mark.parametrize("want", ["query", "key", "value"])
+def test_a_single_gradient(want: str) -> None:
+    call = case(mask=ll.Causal())
+    out, lse = interpreter.forward(call)
+    d_out = random(*out.shape)
+    every = interpreter.backward(call, out, lse, d_out, None, Gradients(1, 1, 1, 0, ()))
+    names = Gradients._fields[:3]
+    wanted = Gradients(*(name == want for name in names), False, ())
+    found = interpreter.backward(call, out, lse, d_out, None, wanted)
+    for name, gradient, same in zip(names, found, every, strict=False):
+        assert (gradient is not None) == (name == want)
+        assert gradient is None or torch.equal(gradient, same)
+
+
+def test_batches_of_nothing() -> None:
+    for sizes in ({"batch": 0}, {"q_len": 0}):
+        call = case(**sizes)
+        out, lse = interpreter.forward(call)
+        wanted = Gradients(1, 1, 1, 0, ())
+        found = interpreter.backward(call, out, lse, torch.zeros_like(out), None, wanted)
+        assert not any(gradient.any() for gradient in found[:3])
