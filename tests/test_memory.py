@@ -19,8 +19,8 @@ def status(field):  # kB
             return int(line.split()[1])
 
 def run(length):
-    q, k, v = (torch.randn(1, 8, length, 64, requires_grad=True) for _ in range(3))
-    slopes = torch.tensor(limelight.ALiBi.paper_slopes(8)).requires_grad_()
+    q, k, v = (torch.randn(1, 2, length, 64, requires_grad=True) for _ in range(3))
+    slopes = torch.tensor(limelight.ALiBi.paper_slopes(2)).requires_grad_()
     d_out = torch.ones_like(q)
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
     before = status("VmRSS")
@@ -36,8 +36,8 @@ print(run({length}))
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
 @pytest.mark.slow
-def test_alibi_forward_and_backward_of_8192_tokens_take_under_400_mb():
-    """The scores alone would be 2 GB. Inputs' gradients and the output are 64 MB of it."""
+def test_alibi_forward_and_backward_of_8192_tokens_take_little_memory():
+    """Two heads' scores alone would be 512 MB. Outputs and gradients are 16 MB."""
     environment = os.environ | {"OMP_NUM_THREADS": "2"}
     done = subprocess.run(
         [sys.executable, "-c", MEASURE.replace("{length}", "8192")],
@@ -48,4 +48,4 @@ def test_alibi_forward_and_backward_of_8192_tokens_take_under_400_mb():
     )
     assert done.returncode == 0, done.stderr
     peak = float(done.stdout)
-    assert 60 < peak < 400, f"{peak:.0f} MB"
+    assert 15 < peak < 100, f"{peak:.0f} MB"

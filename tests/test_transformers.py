@@ -11,11 +11,11 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from transformers import masking_utils  # noqa: E402
+from transformers import masking_utils
 
-import limelight as ll  # noqa: E402
-from limelight.integrations import transformers as plugin  # noqa: E402
-from limelight.integrations.transformers import LazyMask, attention_forward  # noqa: E402
+import limelight as ll
+from limelight.integrations import transformers as plugin
+from limelight.integrations.transformers import LazyMask, attention_forward
 
 plugin.register()
 

@@ -3,6 +3,7 @@
 Importing it imports no array library and no compiler.
 """
 
+from limelight._version import __version__ as __version__
 from limelight.api import attention as attention
 from limelight.api import attention_vjp as attention_vjp
 from limelight.api import explain as explain
@@ -21,5 +22,3 @@ from limelight.masks import KeyLengths as KeyLengths
 from limelight.masks import Mask as Mask
 from limelight.masks import SlidingWindow as SlidingWindow
 from limelight.problem import Problem as Problem
-
-__version__ = "0.1.0"

@@ -1,10 +1,6 @@
-"""Triton decides when it is first imported whether it interprets; here it does."""
+"""Triton decides when it is first imported whether it interprets, so these tests need a process of
+their own: `TRITON_INTERPRET=1 pytest tests/kernels`, as `make test` does."""
 
 import os
-import sys
 
-if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
-    raise RuntimeError(
-        "triton is imported already, and does not interpret: run tests/kernels alone"
-    )
-os.environ["TRITON_INTERPRET"] = "1"
+collect_ignore = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["test_interpreter.py"]

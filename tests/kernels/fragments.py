@@ -8,9 +8,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import compiling
+
 from limelight._jit import jit, tl
 from limelight.masks.base import Mask, all_keys, all_queries
-from tests.kernels import compiling
 
 
 class _OnDevice(NamedTuple):

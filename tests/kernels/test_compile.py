@@ -29,7 +29,7 @@ def program(module: str, *arguments: object) -> str:
     [(61, "float16", 64), (75, "float16", 128), (80, "float32", 64), (90, "bfloat16", 64)],
 )
 def test_nothing_spills(capability: int, dtype: str, dim: int) -> None:
-    found = json.loads(program("tests.kernels.compiling", capability, dtype, dim))
+    found = json.loads(program("compiling", capability, dtype, dim))
     assert {"forward", "row_numbers", "key_gradients", "query_gradient"} == set(found)
     limit = _SHARED_MEMORY[divmod(capability, 10)]
     for name, resources in found.items():
@@ -38,7 +38,7 @@ def test_nothing_spills(capability: int, dtype: str, dim: int) -> None:
 
 
 def test_an_edited_fragment_is_compiled_anew() -> None:
-    before, after, again = program("tests.kernels.fragments").split()
+    before, after, again = program("fragments").split()
     assert before != after
     assert before == again
 

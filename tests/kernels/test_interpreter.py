@@ -16,12 +16,13 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+import interpreter
+
 import limelight as ll
 from limelight import reference
 from limelight.call import Call, Gradients
 from limelight.kernels import configs
 from limelight.kernels.configs import Config
-from tests.kernels import interpreter
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")
 
@@ -52,7 +53,14 @@ def case(
         return torch.randn(shape, generator=generator).to(dtype)
 
     generator = torch.Generator().manual_seed(0)
-    absent = {"mask": None, "bias": None, "sinks": None, "softcap": None, "seed": None}
+    absent = {
+        "problem": None,
+        "mask": None,
+        "bias": None,
+        "sinks": None,
+        "softcap": None,
+        "seed": None,
+    }
     call = Call(
         query=normal(batch, heads, q_len, head_dim),
         key=normal(batch, kv_heads, kv_len, head_dim),

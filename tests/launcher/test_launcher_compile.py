@@ -10,9 +10,9 @@ import pytest
 
 triton = pytest.importorskip("triton")
 
-import tuple_kernels as k  # noqa: E402
+import tuple_kernels as k
 
-from limelight.launcher import (  # noqa: E402
+from limelight.launcher import (
     AbiError,
     CompileError,
     Recipe,
@@ -20,8 +20,8 @@ from limelight.launcher import (  # noqa: E402
     abi,
     compile_kernel,
 )
-from limelight.launcher.binary import Binary, DamagedBinary  # noqa: E402
-from limelight.launcher.signature import Constant, Signature  # noqa: E402
+from limelight.launcher.binary import Binary, DamagedBinary
+from limelight.launcher.signature import Constant, Signature
 
 BIASES = (
     k.Slope(k.add_slope, "*fp32"),

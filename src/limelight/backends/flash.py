@@ -25,12 +25,12 @@ class Flash(Backend):
     def why_not(self, problem: Problem) -> list[Reason]:
         p = problem
         capability = p.device.compute_capability
+        masks = p.mask.parts() if p.mask is not None else ()
+        biases = p.bias.parts() if p.bias is not None else ()
         bare = [
             part
-            for term, base in ((p.mask, Mask), (p.bias, Bias))
-            if term is not None
-            for part in term.parts()
-            if type(part).on_device is base.on_device
+            for part in (*masks, *biases)
+            if getattr(type(part), "on_device", None) in (None, Mask.on_device, Bias.on_device)
         ]
         rules = (
             (p.library != "torch", "runs on PyTorch tensors", p.library, "pass torch tensors"),

@@ -268,7 +268,7 @@ def _dense_gradient(
         "numbers": scalars["numbers"],
         "options": scalars["options"],
         "own": Own(*map(i32, own)),
-        "orbit": Orbit(*map(i32, orbit), shape[2] == 1, shape[3] == 1),
+        "orbit": Orbit(*map(i32, orbit), shape[2] == 1, shape[3] == 1),  # type: ignore[call-arg]
     }
     return _launches(dense_gradient, math.prod(own), arguments, _dims(call), config)
 

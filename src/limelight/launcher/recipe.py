@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
+from limelight._version import __version__
 from limelight.launcher.signature import Signature
 
 _UNSUPPORTED_OPTIONS = ("launch_cooperative_grid", "launch_pdl")  # the launcher does not pass them
@@ -77,14 +78,12 @@ class Recipe:
         """
         import triton
 
-        import limelight
-
         return _sha256(
             self.source().hash(),
             self.target,
             sorted(self.all_options().items()),
             triton.__version__,
-            limelight.__version__,
+            __version__,
         )
 
 

@@ -104,7 +104,7 @@ class TorchAdapter(Adapter):
         return torch.are_deterministic_algorithms_enabled()
 
     def allow_tf32(self) -> bool:
-        return torch.backends.cuda.matmul.allow_tf32
+        return bool(torch.backends.cuda.matmul.allow_tf32)
 
     def contiguous(self, array: Any) -> Any:
         return array.contiguous()

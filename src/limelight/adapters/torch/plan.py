@@ -21,9 +21,12 @@ class TorchPlan(Plan):
             return super().backward(out, lse, d_out, d_lse, wanted)
 
 
+_NOTHING = nullcontext()
+
+
 def without_autocast(kind: str) -> AbstractContextManager[Any]:
     """kind: a type of device, "cpu" or "cuda"."""
-    return torch.autocast(kind, enabled=False) if autocasts(kind) else nullcontext()
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else _NOTHING
 
 
 def autocasts(kind: str) -> bool:

@@ -1,0 +1,3 @@
+"""The version, where every part can see it."""
+
+__version__ = "0.1.0"
