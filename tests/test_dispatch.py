@@ -131,7 +131,10 @@ def test_a_problem_lists_all_reasons_not_only_the_first():
 def test_explain_of_arrays_and_of_the_same_problem_by_hand():
     q, k, v = qkv(batch=1, heads=8, q_len=1024, head_dim=64, dtype=torch.bfloat16, grad=False)
     by_arrays = explain(q, k, v, mask=Causal(), scale=0.125)
-    by_hand = explain(Problem.of(mask=Causal(), scale=0.125, library_version=torch.__version__))
+    versions = {
+        name: getattr(by_arrays.problem, name) for name in ("library_version", "triton_version")
+    }
+    by_hand = explain(Problem.of(mask=Causal(), scale=0.125, **versions))
     assert by_arrays.problem.size == by_hand.problem.size
     assert by_arrays.backend == by_hand.backend
     assert by_arrays == by_hand

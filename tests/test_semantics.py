@@ -114,7 +114,7 @@ def test_softcap_bounds_large_scores(backend, device):
 
 def test_scores_of_thousands_do_not_overflow(backend, device):
     q, k, v = qkv(device=device)
-    backend.runs(q, k, v, bias=DenseBias(normal(9, 9)))
+    backend.runs(q, k, v, bias=DenseBias(normal(9, 9, device=device)))
     shift = torch.tensor([[-30000.0]], device=device)
     slope = torch.linspace(0, 3000, 9, device=device)[None]
     check(q, k, v, bias=DenseBias(shift) + DenseBias(slope), tolerance=1e-3)  # 30000 in float32

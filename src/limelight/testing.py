@@ -131,7 +131,7 @@ def poisoned() -> Iterator[None]:
         def poison(*args: Any, **options: Any) -> Any:
             made = make(*args, **options)
             if made.is_floating_point():
-                made.fill_(float("nan"))
+                made.detach().fill_(float("nan"))
             return made
 
         return poison

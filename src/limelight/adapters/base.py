@@ -223,7 +223,7 @@ class Adapter:
             value=a.value,
             mask=a.mask,
             bias=a.bias,
-            sinks=a.sinks,
+            sinks=None if a.sinks is None else self.contiguous(a.sinks),
             query_start=self._start(a, problem),
             scale=problem.scale,
             softcap=problem.softcap,

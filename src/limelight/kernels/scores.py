@@ -108,7 +108,8 @@ def d_scores_of(weights, d_weights, delta, PARTIAL: tl.constexpr):
 def d_products_of(d_scores, saturation, options):
     """The gradient of scale * products: back through the softcap."""
     if options.softcap:
-        d_scores = d_scores * (1.0 - saturation * saturation)
+        slope = 1.0 - saturation * saturation
+        d_scores = tl.where(d_scores == 0, 0.0, d_scores * slope)  # a hidden slope may be NaN
     return d_scores
 
 
