@@ -18,7 +18,7 @@ test: $(VENV)/ready
 lint: $(VENV)/ready
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/pyright
+	$(VENV)/bin/pyright --pythonpath $(PYTHON)
 
 format: $(VENV)/ready
 	$(VENV)/bin/ruff format .

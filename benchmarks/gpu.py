@@ -1,0 +1,243 @@
+"""Measures limelight on one NVIDIA GPU beside PyTorch's kernels and FlexAttention, and writes JSON.
+
+    python -m benchmarks.gpu --out benchmarks/results/h200.json
+
+Every way is checked before it is timed: outputs and gradients of two heads against float64. Ways
+are interleaved, times are medians from CUDA events.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import limelight as ll
+
+WARMUP, REPEATS = 3, 15
+TOLERANCE = {torch.bfloat16: 1.5e-2, torch.float16: 2e-3, torch.float32: 1e-5}
+PEERS = {
+    "torch flash": SDPBackend.FLASH_ATTENTION,
+    "torch cudnn": SDPBackend.CUDNN_ATTENTION,
+    "torch efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+Way = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One problem, and the ways to run it. options: what `limelight.attention` gets."""
+
+    name: str
+    shape: tuple[int, int, int, int]  # batch, heads, length, head_dim
+    dtype: torch.dtype = torch.bfloat16
+    options: dict[str, Any] = field(default_factory=dict)
+    peers: tuple[str, ...] = ()
+    flex: Callable[[], dict[str, Any]] | None = None  # what FlexAttention gets
+
+    def ways(self) -> dict[str, Way]:
+        ways: dict[str, Way] = {
+            "limelight": lambda q, k, v: ll.attention(q, k, v, **self.options),
+        }
+        causal = isinstance(self.options.get("mask"), ll.Causal)
+        for name in self.peers:
+            ways[name] = _torch(PEERS[name], causal)
+        if self.flex is not None:
+            ways["flex"] = _flex(self.flex())
+        return ways
+
+
+def _torch(backend: SDPBackend, causal: bool) -> Way:
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+    return run
+
+
+def _flex(options: dict[str, Any]) -> Way:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    compiled = torch.compile(flex_attention, dynamic=False)
+    return lambda q, k, v: compiled(q, k, v, **options)
+
+
+def cases() -> list[Case]:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    every = ("torch flash", "torch cudnn", "torch efficient")
+    lengths = torch.tensor([1024, 2048, 3072, 4096], device="cuda")
+    slopes = torch.tensor(ll.ALiBi.paper_slopes(16), device="cuda")
+
+    def block_mask(visible: Callable[..., Tensor], batch: int | None = None) -> dict[str, Any]:
+        return {"block_mask": create_block_mask(visible, batch, None, 4096, 4096, device="cuda")}
+
+    found = []
+    for dim in (64, 128):
+        shape = (4, 16, 4096, dim)
+        for causal in (False, True):
+            mask = {"mask": ll.Causal()} if causal else {}
+            word = " causal" if causal else ""
+            found.append(Case(f"head_dim {dim}{word}", shape, options=mask, peers=every))
+            alibi = {**mask, "bias": ll.ALiBi(slopes)}
+            found.append(Case(f"head_dim {dim}{word}, ALiBi", shape, options=alibi))
+    shape = (4, 16, 4096, 64)
+    found += [
+        Case(
+            "padding to lengths 1024 to 4096",
+            shape,
+            options={"mask": ll.KeyLengths(lengths)},
+            flex=lambda: block_mask(lambda b, h, i, j: j < lengths[b], batch=4),
+        ),
+        Case(
+            "window 512, causal",
+            shape,
+            options={"mask": ll.Causal() & ll.SlidingWindow(511)},
+            flex=lambda: block_mask(lambda b, h, i, j: (j <= i) & (i - j < 512)),
+        ),
+        Case("float32", (2, 16, 4096, 64), torch.float32, peers=("torch efficient",)),
+    ]
+    return found
+
+
+def measure(case: Case) -> dict[str, Any]:
+    torch.manual_seed(0)
+    q, k, v = (
+        torch.randn(case.shape, device="cuda", dtype=case.dtype, requires_grad=True)
+        for _ in range(3)
+    )
+    d_out = torch.randn_like(q)
+    right = reference(case, q, k, v, d_out)
+    row: dict[str, Any] = {"case": case.name, "shape": case.shape, "dtype": str(case.dtype)}
+    row["backend"] = ll.explain(q, k, v, **case.options).backend
+    ready: dict[str, tuple[Way, Tensor]] = {}
+    for name, way in case.ways().items():
+        try:
+            out = way(q, k, v)
+        except Exception as error:  # a peer that cannot run this is a result too
+            if name == "limelight":
+                raise
+            row[name] = {"fails": f"{type(error).__name__}: {str(error).splitlines()[0][:80]}"}
+            continue
+        gradients = torch.autograd.grad(out, (q, k, v), d_out, retain_graph=True)
+        errors = [
+            float((t[:1, :2].double() - r).norm() / r.norm())
+            for t, r in zip((out, *gradients), right, strict=True)
+        ]
+        row[name] = {"error": max(errors)}
+        if max(errors) <= TOLERANCE[case.dtype]:
+            ready[name] = (way, out)
+        elif name == "limelight":
+            raise SystemExit(f"{case.name}: error {max(errors):.1e}")
+    times: dict[tuple[str, str], list[float]] = {}
+    for turn in range(WARMUP + REPEATS):
+        for name, (way, out) in ready.items():
+            with torch.no_grad():
+                forward = timed(lambda way=way: way(q, k, v))
+            backward = timed(
+                lambda out=out: torch.autograd.grad(out, (q, k, v), d_out, retain_graph=True)
+            )
+            if turn >= WARMUP:
+                times.setdefault((name, "forward"), []).append(forward)
+                times.setdefault((name, "backward"), []).append(backward)
+    for (name, stage), each in times.items():
+        row[name][f"{stage} ms"] = round(statistics.median(each), 4)
+    return row
+
+
+def reference(case: Case, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> list[Tensor]:
+    """Output and gradients of the first batch element's first two heads, in float64."""
+    leaves = [t.detach()[:1, :2].double().requires_grad_() for t in (q, k, v)]
+    options = dict(case.options)
+    if isinstance(options.get("mask"), ll.KeyLengths):
+        options["mask"] = ll.KeyLengths(options["mask"].lengths[:1])
+    if isinstance(options.get("bias"), ll.ALiBi):
+        options["bias"] = ll.ALiBi(options["bias"].slopes[:2])
+    with ll.backends("math"):
+        out = ll.attention(*leaves, **options)
+        return [out, *torch.autograd.grad(out, leaves, d_out[:1, :2].double())]
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Milliseconds on the device."""
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    work()
+    stop.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(stop)
+
+
+def call_cost() -> dict[str, float]:
+    """Microseconds of CPU time that an eager call takes where the GPU has little to do."""
+    q, k, v = (torch.randn(1, 8, 128, 64, device="cuda", dtype=torch.float16) for _ in range(3))
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    d_out = torch.randn_like(q)
+    found = {}
+    for name, way in (
+        ("limelight", ll.attention),
+        ("torch default", F.scaled_dot_product_attention),
+    ):
+        found[f"{name} forward"] = wall_us(lambda way=way: way(q, k, v))
+        found[f"{name} forward and backward"] = wall_us(
+            lambda way=way: torch.autograd.grad(way(*leaves), leaves, d_out)
+        )
+    return found
+
+
+def wall_us(work: Callable[[], object], repeats: int = 500) -> float:
+    for _ in range(50):
+        work()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(repeats):
+        work()
+    spent = (time.perf_counter() - start) / repeats * 1e6
+    torch.cuda.synchronize()
+    return round(spent, 1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--only", default="", help="run the cases whose name contains this")
+    parser.add_argument("--commit", default=None, help="the commit that is measured")
+    options = parser.parse_args()
+    about = {
+        "date": date.today().isoformat(),
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": __import__("triton").__version__,
+        "limelight": ll.__version__,
+        "commit": options.commit or _commit(),
+        "repeats": REPEATS,
+    }
+    rows = []
+    for case in cases():
+        if options.only in case.name:
+            rows.append(measure(case))
+            print(json.dumps(rows[-1]), flush=True)
+            torch.cuda.empty_cache()
+    results = {"about": about, "rows": rows, "call cost us": call_cost()}
+    options.out.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def _commit() -> str:
+    done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+if __name__ == "__main__":
+    main()
