@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import triton.language as tl
-else:
 
-    class _Language:
-        """Stands in for `triton.language` until `ready` puts that in its place."""
+class _Language:
+    """Stands in for `triton.language` until `ready` puts that in its place."""
 
-        def __repr__(self) -> str:
-            return "triton.language, not imported yet"
+    def __repr__(self) -> str:
+        return "triton.language, not imported yet"
 
-    tl = _Language()
+
+tl: Any = _Language()
 
 __all__ = ["DeviceFunction", "jit", "ready", "tl"]
 
