@@ -26,7 +26,7 @@ format: $(VENV)/ready
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	python3 -m venv $(VENV)
-	$(PYTHON) -m pip install --quiet --disable-pip-version-check "$(TORCH)" -c constraints.txt
+	$(PYTHON) -m pip install --quiet --disable-pip-version-check $(TORCH) -c constraints.txt
 	$(PYTHON) -m pip install --quiet --disable-pip-version-check -e ".[demo,dev]" -c constraints.txt
 	touch $@
 

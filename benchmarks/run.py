@@ -28,7 +28,7 @@ from torch import Tensor
 import limelight as ll
 from benchmarks.problems import Case, Inputs, cpu_cases, make
 
-REPEATS = 5
+REPEATS = 3
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
 
 

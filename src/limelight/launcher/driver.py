@@ -41,8 +41,7 @@ class CaptureError(RuntimeError):
 
     def __init__(self, doing: str) -> None:
         super().__init__(
-            f"cannot {doing} while a CUDA graph is captured: call limelight.precompile for this "
-            "problem, or run it once, before the capture"
+            f"cannot {doing} while a CUDA graph is captured: make the same call once before"
         )
 
 
