@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from limelight.errors import invalid
+from limelight.errors import invalid, invalid_type
 
 _KIB = 1024
 _SHARED_MEMORY = {  # bytes of one block, by compute capability
@@ -54,6 +54,8 @@ class Device:
         >>> Device.named("rtx2080").compute_capability
         (7, 5)
         """
+        if not isinstance(name, str):
+            raise invalid_type("device", found=repr(name), needed="a name or a Device")
         wanted = _plain(name)
         for device in NAMED:
             if _plain(device.name) == wanted:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -91,7 +92,9 @@ def describe(problem: Problem) -> dict[str, str]:
 # Process-wide, as torch.nn.attention.sdpa_kernel is: autograd runs backwards in threads of its own,
 # which no thread-local or context variable reaches, and torch.compile guards on a plain global.
 _allowed: tuple[str, ...] | None = None
+_restrictions: tuple[list[tuple[str, ...]], ...] = ()
 _records: tuple[Record, ...] = ()
+_lock = threading.Lock()
 
 
 def allowed() -> tuple[str, ...] | None:
@@ -107,17 +110,22 @@ def backends(*names: str) -> Iterator[None]:
     counts. Raises ValueError for an unknown name, and `NoBackendError`, at the call, where none
     of the names can run it.
     """
-    global _allowed
+    global _allowed, _restrictions
     for name in names:
         if name not in KNOWN:
             raise invalid("backends", found=repr(name), needed=f"one of {', '.join(KNOWN)}")
     if not names:
         raise invalid("backends", found="no name", needed=f"one or more of {', '.join(KNOWN)}")
-    before, _allowed = _allowed, names
+    opened = [names]  # a list, as identity tells it from another restriction to the same names
+    with _lock:
+        _restrictions = (*_restrictions, opened)
+        _allowed = names
     try:
         yield
     finally:
-        _allowed = before
+        with _lock:
+            _restrictions = tuple(each for each in _restrictions if each is not opened)
+            _allowed = _restrictions[-1][0] if _restrictions else None
 
 
 @lru_cache(maxsize=4096)
@@ -214,11 +222,13 @@ def record() -> Iterator[Record]:
     """
     global _records
     opened = Record()
-    _records = (*_records, opened)
+    with _lock:
+        _records = (*_records, opened)
     try:
         yield opened
     finally:
-        _records = tuple(each for each in _records if each is not opened)
+        with _lock:
+            _records = tuple(each for each in _records if each is not opened)
 
 
 def note(choice: Choice, stage: str) -> None:

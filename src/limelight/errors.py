@@ -19,6 +19,9 @@ class NoBackendError(RuntimeError):
         self.choice = choice
         super().__init__(f"no allowed backend can run this attention\n{choice}")
 
+    def __reduce__(self) -> tuple[type[NoBackendError], tuple[Choice]]:
+        return NoBackendError, (self.choice,)
+
 
 def invalid(argument: str, *, found: object, needed: str) -> ValueError:
     """The error for an argument of the right kind with a wrong value or shape."""

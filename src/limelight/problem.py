@@ -109,6 +109,7 @@ class Problem:
         >>> Problem.of(heads=32, kv_heads=8, q_len=4096, head_dim=128).group
         4
         """
+        dtype = str(dtype).removeprefix("torch.")
         kv_heads = heads if kv_heads is None else kv_heads
         kv_len = q_len if kv_len is None else kv_len
         value_dim = head_dim if value_dim is None else value_dim
@@ -141,6 +142,9 @@ class Problem:
 
     def __hash__(self) -> int:  # asked at every call
         return self._hash
+
+    def __getstate__(self) -> dict[str, Any]:  # hashes differ between processes
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
     # Sizes, by the names used everywhere.
 
@@ -288,6 +292,8 @@ class Problem:
         check_kinds(self.mask, self.bias)
         for term in (self.mask, self.bias):
             if term is not None:
+                for part in term.parts():
+                    type(part).check_fields()
                 term.check(self.size)
         start = self.query_start
         if isinstance(start, Layout):
@@ -305,6 +311,8 @@ class Problem:
                 found=repr(start),
                 needed='None, an integer, "end" or one per batch element',
             )
+        if is_integer(start) and abs(start) > 2**62:
+            raise invalid("query_start", found=start, needed="a position within 62 bits")
         if start is None and self.q_len != self.kv_len and self.mask and self.mask.is_ordered():
             raise invalid(
                 "query_start",

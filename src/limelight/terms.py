@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import lru_cache
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from limelight.errors import invalid
-from limelight.tile import Size
+from limelight.errors import invalid, invalid_type
+from limelight.tile import Size, Tile
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -27,11 +28,15 @@ class Term:
     plain_fields: ClassVar[tuple[str, ...]] = ()
     argument: ClassVar[str]  # "mask" or "bias": what error messages call it
     kinds: ClassVar[dict[str, type[Term]]] = {}
+    kind: ClassVar[str]  # what `spec` calls the class
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        # Keyed by the full name, so that two libraries may each have a bias called Relative.
-        Term.kinds[f"{cls.__module__}.{cls.__qualname__}"] = cls
+        # The full name, as two libraries may each have a bias called Relative; numbered where it is
+        # taken, as a notebook defines its classes again and again.
+        name = f"{cls.__module__}.{cls.__qualname__}"
+        cls.kind = name if name not in Term.kinds else f"{name}#{len(Term.kinds)}"
+        Term.kinds[cls.kind] = cls
 
     # Composite terms (And, Or, Sum) override these three.
 
@@ -57,8 +62,7 @@ class Term:
             for name in self.tensor_fields
         ]
         plain = [f'"{name}":{_literal(getattr(self, name))}' for name in self.plain_fields]
-        kind = f"{type(self).__module__}.{type(self).__qualname__}"
-        return f'["{kind}",{{{",".join(present + plain)}}}]'
+        return f'["{self.kind}",{{{",".join(present + plain)}}}]'
 
     def parts(self) -> tuple[Term, ...]:
         """The leaves of the term: itself, or the leaves of its children."""
@@ -69,6 +73,33 @@ class Term:
         if not self.tensor_fields:
             return self
         return self.with_tensors(iter([change(tensor) for tensor in self.tensors()]))
+
+    def evaluated(self, at: Tile, xp: Any) -> Any:
+        """`values(at, xp)` of a mask or bias; a TypeError with the class for what is none."""
+        values = self.values(at, xp)  # type: ignore[attr-defined]
+        shape = getattr(values, "shape", None)
+        if (
+            shape is None
+            or len(shape) != 4
+            or (self.argument == "mask" and values.dtype != xp.bool)
+        ):
+            found = type(values).__name__ if shape is None else f"{values.dtype} {tuple(shape)}"
+            kind = "booleans" if self.argument == "mask" else "numbers"
+            needed = f"{kind} that broadcast to (batch, heads, rows, keys), all four dimensions"
+            raise invalid_type(f"{type(self).__name__}.values", found=found, needed=needed)
+        return values
+
+    @classmethod
+    def check_fields(cls) -> None:
+        """Raises TypeError for a dataclass some of whose fields are in neither list."""
+        named = {*cls.tensor_fields, *cls.plain_fields}
+        missing = [f.name for f in fields(cls) if f.name not in named] if is_dataclass(cls) else []
+        if missing:
+            raise invalid_type(
+                cls.__name__,
+                found=f"the fields {', '.join(missing)}",
+                needed="every field in tensor_fields or in plain_fields",
+            )
 
     def check(self, size: Size) -> None:
         """Raises a ValueError that names the argument where a tensor's shape or dtype is wrong.
@@ -95,6 +126,14 @@ class Composite(Term):
 
     children: tuple[Any, ...]
 
+    def __post_init__(self) -> None:
+        for child in self.children:
+            if not isinstance(child, Term) or child.argument != self.argument:
+                found = type(child).__name__
+                raise invalid_type(type(self).__name__, found=found, needed=f"a {self.argument}")
+        if not self.children:
+            raise invalid(type(self).__name__, found="no children", needed="one or more")
+
     def tensors(self) -> list[Any]:
         return [tensor for child in self.children for tensor in child.tensors()]
 
@@ -105,8 +144,7 @@ class Composite(Term):
         return type(self)(tuple([child.map_tensors(change) for child in self.children]))
 
     def spec(self) -> str:
-        kind = f"{type(self).__module__}.{type(self).__qualname__}"
-        return f'["{kind}",[{",".join([child.spec() for child in self.children])}]]'
+        return f'["{self.kind}",[{",".join([child.spec() for child in self.children])}]]'
 
     def parts(self) -> tuple[Term, ...]:
         return tuple([part for child in self.children for part in child.parts()])
@@ -126,16 +164,24 @@ class Composite(Term):
         return cls((*left, *right))
 
 
-def _literal(value: object) -> str:
+def _literal(value: Any) -> str:  # what from_spec reads again
     if value is None:
         return "null"
     if value is True or value is False:
         return "true" if value else "false"
     if isinstance(value, str):
-        return f'"{value}"'
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+        return f'"{escaped}"'
+    number: Any = value
+    if not isinstance(value, (int, float, Integral)):
+        raise invalid_type("plain_fields", found=repr(value), needed="numbers, text, bool or None")
+    if number != number:
+        return "NaN"
+    if number in (float("inf"), float("-inf")):
+        return "Infinity" if number > 0 else "-Infinity"
     # Tracing may hold a number as a symbol, which has no text; as a key of a dictionary it becomes
     # a constant of the graph.
-    return str(next(iter({value: None})))
+    return str(next(iter({number: None})))
 
 
 @lru_cache(maxsize=4096)
@@ -183,7 +229,7 @@ def broadcast_strides(tensor: Any) -> tuple[int, int, int, int]:
 
 def check_dtype(name: str, tensor: Any, kind: str) -> None:
     """`kind` is "bool", "int" or "float"; the tensor is a layout."""
-    dtype = None if tensor is None else tensor.dtype
+    dtype = getattr(tensor, "dtype", type(tensor).__name__)
     if dtype not in _DTYPES[kind]:
         names = {"bool": "bool", "int": "an integer dtype", "float": "a floating-point dtype"}
         raise invalid(name, found=f"dtype {dtype}", needed=names[kind])

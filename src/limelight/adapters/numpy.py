@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,15 @@ class NumPyAdapter(Adapter):
 
     def is_array(self, value: Any) -> bool:
         return isinstance(value, np.ndarray)
+
+    def prepared(self, a: Arguments) -> Arguments:
+        for name in ("query", "key", "value"):
+            array = getattr(a, name)
+            if isinstance(array, np.ma.MaskedArray):
+                raise invalid_type(name, found="a masked array", needed="a plain NumPy array")
+            if isinstance(array, np.ndarray) and type(array) is not np.ndarray:
+                a = replace(a, **{name: np.asarray(array)})
+        return super().prepared(a)
 
     def asarray(self, value: Any, like: Any, name: str) -> Any:
         array = np.asarray(value)

@@ -105,8 +105,8 @@ def _dense(call: Call, xp: Any) -> _Dense:
     dtype = xp.float64 if call.query.dtype == xp.float64 else xp.float32
     query, key, value = (xp.astype(t, dtype) for t in (call.query, call.key, call.value))
     at = call.positions(xp, dtype).whole()
-    bias = None if call.bias is None else xp.astype(call.bias.values(at, xp), dtype)
-    visible = None if call.mask is None else call.mask.values(at, xp)
+    bias = None if call.bias is None else xp.astype(call.bias.evaluated(at, xp), dtype)
+    visible = None if call.mask is None else call.mask.evaluated(at, xp)
     if call.bias is not None and call.bias.hides():
         shown = bias != -xp.inf
         visible = shown if visible is None else visible & shown

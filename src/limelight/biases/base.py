@@ -68,7 +68,7 @@ class Sum(Composite, Bias):
 
     def values(self, at: Tile, xp: Any) -> Any:
         # Each in the scores' dtype: a sum in half precision would lose digits of both.
-        first, *others = (xp.astype(child.values(at, xp), at.dtype) for child in self.children)
+        first, *others = (xp.astype(child.evaluated(at, xp), at.dtype) for child in self.children)
         return sum(others, start=first)
 
     def fold(self, d_scores: Any, at: Tile, xp: Any, gradients: list[Any]) -> None:

@@ -336,8 +336,8 @@ class _Chunk:
         key, value = self.key[:, at.keys], self.value[:, at.keys]
         visible = None
         if state == TileState.PARTIAL and call.mask is not None:
-            visible = call.mask.values(at, xp)
-        bias = None if call.bias is None else call.bias.values(at, xp)
+            visible = call.mask.evaluated(at, xp)
+        bias = None if call.bias is None else call.bias.evaluated(at, xp)
         if call.bias is not None and call.bias.hides():
             shown = bias != -torch.inf
             visible = shown if visible is None else visible & shown

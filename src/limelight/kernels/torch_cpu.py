@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
+# From this share of real keys on, hiding the padding costs less than a call for each length.
+_FULL = 0.7
 _VECTOR = 16  # elements of the widest vector (AVX-512, float32)
 
 
@@ -116,8 +118,11 @@ def backward(
 class _Part:
     """Neighbouring batch elements with the same number of keys: one call of the operator."""
 
-    def __init__(self, batches: slice, kv_len: int, causal: bool, mask: Tensor | None) -> None:
-        self.batches, self.kv_len, self.causal, self.mask = batches, kv_len, causal, mask
+    def __init__(
+        self, batches: slice, q_len: int, kv_len: int, causal: bool, mask: Tensor | None
+    ) -> None:
+        self.batches, self.q_len, self.kv_len = batches, q_len, kv_len
+        self.causal, self.mask = causal, mask
 
 
 def _parts(call: Call, terms: Terms) -> Iterator[_Part]:
@@ -128,6 +133,14 @@ def _parts(call: Call, terms: Terms) -> Iterator[_Part]:
     if terms.lengths is not None:
         lengths = [max(0, min(most, n)) for n in terms.lengths.lengths.tolist()]
     mask = _dense_mask(call, terms)
+    longest = max(lengths, default=0)
+    if len(set(lengths)) > 1 and sum(lengths) >= _FULL * batch * longest:
+        # Many calls for little padding: one call, which hides it.
+        keys = torch.arange(kv_len, device=call.query.device)
+        padding = keys >= torch.tensor(lengths, device=keys.device)[:, None, None, None]
+        shown = call.query.new_zeros((), dtype=_compute_dtype(call)) if mask is None else mask
+        mask = torch.where(padding, -torch.inf, shown)
+        lengths = [longest] * batch
     start = 0
     for length, run in groupby(lengths):
         batches = slice(start, start + len(list(run)))
@@ -136,7 +149,7 @@ def _parts(call: Call, terms: Terms) -> Iterator[_Part]:
         if mask is not None:
             part = mask if mask.shape[0] == 1 else mask[batches]
             part = part if part.shape[3] == 1 else part[..., :length]
-        yield _Part(batches, length, terms.causal, part)
+        yield _Part(batches, q_len, length, terms.causal, part)
 
 
 def _dense_mask(call: Call, terms: Terms) -> Tensor | None:
@@ -146,10 +159,15 @@ def _dense_mask(call: Call, terms: Terms) -> Tensor | None:
     if terms.bias is not None:
         mask = terms.bias.tensor.detach().to(dtype)
     if terms.mask is not None:
-        hidden = torch.tensor(-torch.inf, dtype=dtype)
-        shown = torch.zeros((), dtype=dtype) if mask is None else mask
-        mask = torch.where(terms.mask.tensor, shown, hidden)
-    return None if mask is None else mask[(None,) * (4 - mask.dim())]
+        shown = torch.zeros((), dtype=dtype, device=call.query.device) if mask is None else mask
+        mask = torch.where(terms.mask.tensor, shown, -torch.inf)
+    if mask is None:
+        return None
+    if terms.causal and not bool(mask.amax() < torch.inf):
+        # The operator adds the mask where causality hides, too: NaN and inf would come through.
+        size = call.size
+        mask = torch.where(_triangle(size.q_len, size.kv_len, mask.device), mask, -torch.inf)
+    return mask[(None,) * (4 - mask.dim())]
 
 
 def _inputs(call: Call, terms: Terms) -> tuple[Tensor, Tensor, Tensor]:
@@ -160,14 +178,21 @@ def _inputs(call: Call, terms: Terms) -> tuple[Tensor, Tensor, Tensor]:
     query = call.query.new_empty((batch, q_len, heads, head_dim), dtype=dtype).transpose(1, 2)
     query.copy_(call.query.detach()).mul_(call.scale)
     key, value = call.key.detach().to(dtype), call.value.detach().to(dtype)
-    if terms.mask is None and terms.bias is None:
+    if terms.mask is None and terms.bias is None and terms.lengths is None:
         return query, key, value
-    # What a dense mask hides from everything is multiplied by 0, which a NaN survives. A sum finds
+    # What a mask hides from everything is multiplied by 0, which a NaN survives. A sum finds
     # one at a hundredth of the attention's cost.
     if not (_finite(query) and _finite(key) and _finite(value)):
+        size = call.size
         mask = _dense_mask(call, terms)
-        assert mask is not None
-        visible = (mask != -torch.inf).expand(call.size)
+        if mask is None:
+            mask = query.new_zeros((1, 1, 1, 1))
+        visible = (mask != -torch.inf).expand(size)
+        if terms.causal:
+            visible = visible & _triangle(size.q_len, size.kv_len, mask.device)
+        if terms.lengths is not None:
+            keys = torch.arange(size.kv_len, device=mask.device)
+            visible = visible & (keys < terms.lengths.lengths[:, None, None, None])
         group = call.query.shape[1] // call.key.shape[1]
         unseen = ~visible.any(dim=2).unflatten(1, (-1, group)).any(dim=2)[..., None]
         query = query.masked_fill(~visible.any(dim=3, keepdim=True), 0.0)
@@ -180,10 +205,13 @@ def _empty_rows(part: _Part) -> Tensor:
     assert part.mask is not None
     visible = part.mask != -torch.inf
     if part.causal:
-        rows = max(part.kv_len, visible.shape[2])
-        triangle = torch.ones((rows, part.kv_len), dtype=torch.bool).tril()
-        visible = visible & triangle
+        visible = visible & _triangle(part.q_len, part.kv_len, visible.device)
     return ~visible.any(dim=-1)
+
+
+def _triangle(q_len: int, kv_len: int, device: torch.device) -> Tensor:
+    """[M, N]: what a query sees that is aligned to the top left."""
+    return torch.ones((q_len, kv_len), dtype=torch.bool, device=device).tril()
 
 
 def _compute_dtype(call: Call) -> torch.dtype:

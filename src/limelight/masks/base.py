@@ -87,7 +87,9 @@ class And(Composite, Mask):
     children: tuple[Mask, ...]
 
     def values(self, at: Tile, xp: Any) -> Any:
-        return reduce(lambda left, right: left & right, (c.values(at, xp) for c in self.children))
+        return reduce(
+            lambda left, right: left & right, (c.evaluated(at, xp) for c in self.children)
+        )
 
     def tile_state(self, at: Tile) -> TileState:
         return min(child.tile_state(at) for child in self.children)
@@ -113,7 +115,9 @@ class Or(Composite, Mask):
     children: tuple[Mask, ...]
 
     def values(self, at: Tile, xp: Any) -> Any:
-        return reduce(lambda left, right: left | right, (c.values(at, xp) for c in self.children))
+        return reduce(
+            lambda left, right: left | right, (c.evaluated(at, xp) for c in self.children)
+        )
 
     def tile_state(self, at: Tile) -> TileState:
         return max(child.tile_state(at) for child in self.children)

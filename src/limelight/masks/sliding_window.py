@@ -48,10 +48,14 @@ class SlidingWindow(Mask):
         if self.right == "left":
             object.__setattr__(self, "right", self.left)
         for name, width in (("left", self.left), ("right", self.right)):
-            if width is not None and (not is_integer(width) or width < 0):
+            if width is None:
+                continue
+            if not is_integer(width) or width < 0:
                 raise invalid(
                     f"SlidingWindow {name}", found=width, needed="tokens (0 or more), or None"
                 )
+            if not isinstance(width, int):  # NumPy's may be unsigned, and wrap when negated
+                object.__setattr__(self, name, int(width))
 
     def values(self, at: Tile, xp: Any) -> Any:
         offset = at.k_pos - at.q_pos

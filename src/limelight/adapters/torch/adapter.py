@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor  # type: ignore[import]
 from torch._subclasses.fake_tensor import is_fake
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
@@ -38,12 +39,13 @@ class TorchAdapter(Adapter):
     def asarray(self, value: Any, like: Any, name: str) -> Any:
         if not isinstance(value, Tensor):
             try:
-                tensor = torch.as_tensor(value, device=like.device)
+                tensor = torch.tensor(value, device=like.device)  # a copy: arrays may change
             except (TypeError, ValueError, RuntimeError) as error:
                 raise invalid_type(name, found=f"{value!r}", needed=f"a tensor ({error})") from None
-            listed = isinstance(value, (list, tuple)) and tensor.is_floating_point()
-            if listed and like.dtype == torch.float64:  # as exact as Python's numbers are
-                return torch.as_tensor(value, dtype=torch.float64, device=like.device)
+            if isinstance(value, (list, tuple)) and tensor.is_floating_point():
+                # Python's numbers have no dtype, and torch's default may be half precision.
+                wide = torch.float64 if like.dtype == torch.float64 else torch.float32
+                return torch.tensor(value, dtype=wide, device=like.device)
             return tensor
         self._check_tensor(name, value, like)
         if value.dtype in (torch.uint8, torch.uint16, torch.uint32, torch.uint64):
@@ -104,7 +106,7 @@ class TorchAdapter(Adapter):
         return torch.are_deterministic_algorithms_enabled()
 
     def allow_tf32(self) -> bool:
-        return bool(torch.backends.cuda.matmul.allow_tf32)
+        return _allows_tf32()
 
     def contiguous(self, array: Any) -> Any:
         return array.contiguous()
@@ -172,10 +174,10 @@ class TorchAdapter(Adapter):
             # With their types, as True equals 1 and is refused where 1 is not.
             *((number, type(number)) for number in (start, a.scale, a.softcap, a.dropout_p)),
             a.sinks is None,
-            a.return_lse,
-            a.deterministic,
+            (a.return_lse, type(a.return_lse)),
+            (a.deterministic, type(a.deterministic)),
             torch.are_deterministic_algorithms_enabled(),
-            torch.backends.cuda.matmul.allow_tf32,
+            a.query.is_cuda and _allows_tf32(),
             a.gradients,
             *rest,
         )
@@ -184,11 +186,20 @@ class TorchAdapter(Adapter):
         if _is_traced(arguments.query):
             out, lse = operator.attention(self, self.prepared(arguments))
         else:
+            _refuse_transforms(arguments.query)
             plan = self.plan(arguments)
             with_gradients = plan.choice.problem.gradients
             out, lse = eager.attention(plan) if with_gradients else plan.forward()
             out = self.cast(out, plan.call.query)
         return (out, lse) if arguments.return_lse else out
+
+
+def _allows_tf32() -> bool:
+    # Not `allow_tf32`: reading it raises once the newer switch was used.
+    setting = torch.backends.cuda.matmul.fp32_precision
+    if setting == "none":
+        setting = getattr(torch.backends, "fp32_precision", "none")
+    return setting == "tf32"
 
 
 _CUDA_DEVICES: dict[int, Device] = {}
@@ -201,6 +212,14 @@ def _cuda_device(index: int) -> Device:
         device = Device.cuda(found.name, (found.major, found.minor), found.multi_processor_count)
         _CUDA_DEVICES[index] = device
     return device
+
+
+def _refuse_transforms(query: Tensor) -> None:
+    """Raises NotImplementedError under derivatives that only some backends would see."""
+    if torch.autograd.forward_ad._current_level >= 0:
+        raise NotImplementedError("limelight has no forward-mode derivative")
+    if is_functorch_wrapped_tensor(query):
+        raise NotImplementedError("limelight does not run under torch.func transforms")
 
 
 def _is_traced(query: Tensor) -> bool:
