@@ -10,10 +10,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache, reduce
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, ClassVar, NamedTuple
-
-from array_api_compat import array_namespace
 
 from limelight.call import Call, Gradients
 from limelight.devices import Device
@@ -238,6 +235,8 @@ class Adapter:
         if self.is_array(a.query_start):
             return a.query_start
         # "end" with a length for each batch element.
+        from array_api_compat import array_namespace
+
         lengths = a.mask.key_lengths()
         xp = array_namespace(lengths[0])
         counted = [xp.clip(xp.astype(each, xp.int64), 0, problem.kv_len) for each in lengths]
@@ -246,6 +245,8 @@ class Adapter:
 
 @lru_cache(maxsize=1)
 def _triton_version() -> str | None:
+    from importlib.metadata import PackageNotFoundError, version  # takes 20 ms to import
+
     try:
         return version("triton")
     except PackageNotFoundError:

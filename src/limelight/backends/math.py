@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from array_api_compat import array_namespace
-
 from limelight import dropout
 from limelight.backends.base import Backend, Reason
 from limelight.call import Call, Gradients
@@ -37,7 +35,7 @@ class Math(Backend):
         return []
 
     def forward(self, call: Call) -> tuple[Any, Any]:
-        xp = array_namespace(call.query)
+        xp = _namespace(call.query)
         dense = _dense(call, xp)
         probs, lse, _ = _softmax(dense, call, xp)
         if dense.kept is not None:
@@ -47,7 +45,7 @@ class Math(Backend):
     def backward(
         self, call: Call, out: Any, lse: Any, d_out: Any, d_lse: Any, wanted: Gradients
     ) -> Gradients:
-        xp = array_namespace(call.query)
+        xp = _namespace(call.query)
         dense = _dense(call, xp)
         dtype = dense.at.dtype
         # Anew rather than from the LSE, which has no digits left where scores are huge.
@@ -99,6 +97,12 @@ class Math(Backend):
                 )
             ),
         )
+
+
+def _namespace(array: Any) -> Any:
+    from array_api_compat import array_namespace
+
+    return array_namespace(array)
 
 
 def _dense(call: Call, xp: Any) -> _Dense:

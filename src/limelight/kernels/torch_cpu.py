@@ -174,9 +174,8 @@ def _inputs(call: Call, terms: Terms) -> tuple[Tensor, Tensor, Tensor]:
     """query (scaled), key and value in the compute dtype, safe for the operator."""
     dtype = _compute_dtype(call)
     # The output takes the query's layout: (batch, length, heads, dim), to rejoin heads for free.
-    batch, heads, q_len, head_dim = call.query.shape
-    query = call.query.new_empty((batch, q_len, heads, head_dim), dtype=dtype).transpose(1, 2)
-    query.copy_(call.query.detach()).mul_(call.scale)
+    query = call.query.detach().transpose(1, 2).to(dtype).contiguous()
+    query = (query * call.scale).transpose(1, 2)
     key, value = call.key.detach().to(dtype), call.value.detach().to(dtype)
     if terms.mask is None and terms.bias is None and terms.lengths is None:
         return query, key, value
