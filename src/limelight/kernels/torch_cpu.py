@@ -27,7 +27,7 @@ from limelight.tuning import TILED
 if TYPE_CHECKING:
     from limelight.backends.torch_cpu import Terms
 
-_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_forward = torch._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 # From this share of real keys on, hiding the padding costs less than a call for each length.
@@ -52,13 +52,12 @@ def forward(call: Call, terms: Terms) -> tuple[Tensor, Tensor]:
 
 
 def _forward_part(query: Tensor, key: Tensor, value: Tensor, part: _Part) -> tuple[Tensor, Tensor]:
-    keys = slice(0, part.kv_len)
+    if part.kv_len < key.shape[2]:
+        key, value = key[:, :, : part.kv_len], value[:, :, : part.kv_len]
     mask = part.mask
     if mask is None and part.kv_len < _VECTOR:
         mask = query.new_zeros((1, 1))
-    out, lse = _forward(
-        query, key[:, :, keys], value[:, :, keys], 0.0, part.causal, attn_mask=mask, scale=1.0
-    )
+    out, lse = _forward(query, key, value, 0.0, part.causal, attn_mask=mask, scale=1.0)
     if part.mask is not None and bool((lse == 0).any()):
         lse = lse.masked_fill(_empty_rows(part), -torch.inf)
     return out, lse
@@ -129,6 +128,9 @@ def _parts(call: Call, terms: Terms) -> Iterator[_Part]:
     batch, _, q_len, kv_len = call.size
     # From the top left, queries see no more keys than they are.
     most = min(kv_len, q_len) if terms.causal else kv_len
+    if terms.lengths is None and terms.mask is None and terms.bias is None:
+        yield _Part(slice(0, batch), q_len, most, terms.causal, None)
+        return
     lengths = [most] * batch
     if terms.lengths is not None:
         lengths = [max(0, min(most, n)) for n in terms.lengths.lengths.tolist()]
@@ -157,7 +159,7 @@ def _dense_mask(call: Call, terms: Terms) -> Tensor | None:
     dtype = _compute_dtype(call)
     mask = None
     if terms.bias is not None:
-        mask = terms.bias.tensor.detach().to(dtype)
+        mask = terms.bias.tensor.to(dtype)
     if terms.mask is not None:
         shown = torch.zeros((), dtype=dtype, device=call.query.device) if mask is None else mask
         mask = torch.where(terms.mask.tensor, shown, -torch.inf)
@@ -174,9 +176,9 @@ def _inputs(call: Call, terms: Terms) -> tuple[Tensor, Tensor, Tensor]:
     """query (scaled), key and value in the compute dtype, safe for the operator."""
     dtype = _compute_dtype(call)
     # The output takes the query's layout: (batch, length, heads, dim), to rejoin heads for free.
-    query = call.query.detach().transpose(1, 2).to(dtype).contiguous()
+    query = call.query.transpose(1, 2).contiguous().to(dtype)
     query = (query * call.scale).transpose(1, 2)
-    key, value = call.key.detach().to(dtype), call.value.detach().to(dtype)
+    key, value = call.key.to(dtype), call.value.to(dtype)
     if terms.mask is None and terms.bias is None and terms.lengths is None:
         return query, key, value
     # What a mask hides from everything is multiplied by 0, which a NaN survives. A sum finds
