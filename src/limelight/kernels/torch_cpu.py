@@ -27,7 +27,7 @@ from limelight.tuning import TILED
 if TYPE_CHECKING:
     from limelight.backends.torch_cpu import Terms
 
-_forward = torch._scaled_dot_product_flash_attention_for_cpu
+_forward = torch._scaled_dot_product_flash_attention_for_cpu  # type: ignore[attr-defined]
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 # From this share of real keys on, hiding the padding costs less than a call for each length.
