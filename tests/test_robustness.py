@@ -38,6 +38,11 @@ def test_left_padding_with_fewer_keys_than_queries():
     check(q, k, v, mask=Causal() & DenseMask(padding.tensor[..., :40]), query_start=0)
 
 
+def test_an_empty_batch_with_a_causal_dense_mask():
+    q, k, v = qkv(batch=0)
+    check(q, k, v, mask=Causal() & DenseMask(torch.ones(0, 1, 1, 9, dtype=torch.bool)))
+
+
 @pytest.mark.parametrize("extra", [Causal(), KeyLengths([3, 3])], ids=["causal", "lengths"])
 def test_nan_that_two_masks_hide_together(extra):
     q, k, v = qkv(q_len=4, kv_len=4)

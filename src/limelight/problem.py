@@ -7,6 +7,7 @@ backend never sees a wrong one, and a wrong call ends here, before any launch.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from numbers import Real
@@ -21,6 +22,14 @@ from limelight.tile import Size
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 MAX_HEAD_DIM = 256
+
+
+def row_alignment(
+    address: int, shape: Sequence[int], strides: Sequence[int], item_bytes: int
+) -> int:
+    """Bytes, the largest power of two up to 16 that divides the address of every row."""
+    steps = [s for s, size in zip(strides[:-1], shape[:-1], strict=True) if size > 1]
+    return math.gcd(16, address, *(item_bytes * step for step in steps))
 
 
 @dataclass(frozen=True)

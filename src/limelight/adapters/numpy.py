@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +10,7 @@ import numpy as np
 from limelight.adapters.base import Adapter, Arguments
 from limelight.devices import CPU, Device
 from limelight.errors import invalid_type
-from limelight.problem import Layout
+from limelight.problem import Layout, row_alignment
 
 
 class NumPyAdapter(Adapter):
@@ -51,7 +50,7 @@ class NumPyAdapter(Adapter):
 
     def layout(self, array: Any) -> Layout:
         strides = tuple(stride // array.itemsize for stride in array.strides)
-        alignment = math.gcd(16, array.ctypes.data, *array.strides[:-1])
+        alignment = row_alignment(array.ctypes.data, array.shape, strides, array.itemsize)
         return Layout(array.shape, strides, array.dtype.name, alignment)
 
     def device(self, array: Any) -> Device:

@@ -216,6 +216,11 @@ def _backward_rows(
     return chunk.ungrouped(d_query.mul_(call.scale))
 
 
+def compute_dtype(query: Tensor) -> torch.dtype:
+    """The dtype of scores, sums and the LSE."""
+    return torch.float64 if query.dtype == torch.float64 else torch.float32
+
+
 def lse_lost_digits(lse: Tensor) -> bool:
     """Whether some row's LSE is so large that exp(score - LSE) is no probability any more.
 
@@ -248,7 +253,7 @@ class _Work:
 
     def __init__(self, call: Call, tiles: TileConfig) -> None:
         self.call = call
-        self.dtype = torch.float64 if call.query.dtype == torch.float64 else torch.float32
+        self.dtype = compute_dtype(call.query)
         self.positions = call.positions(xp, self.dtype)
         _, _, q_len, kv_len = call.size
         self.rows = min(tiles.rows, max(q_len, 1))

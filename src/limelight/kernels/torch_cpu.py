@@ -140,7 +140,11 @@ def _parts(call: Call, terms: Terms) -> Iterator[_Part]:
         # Many calls for little padding: one call, which hides it.
         keys = torch.arange(kv_len, device=call.query.device)
         padding = keys >= torch.tensor(lengths, device=keys.device)[:, None, None, None]
-        shown = call.query.new_zeros((), dtype=_compute_dtype(call)) if mask is None else mask
+        shown = (
+            call.query.new_zeros((), dtype=tiled.compute_dtype(call.query))
+            if mask is None
+            else mask
+        )
         mask = torch.where(padding, -torch.inf, shown)
         lengths = [longest] * batch
     start = 0
@@ -156,7 +160,7 @@ def _parts(call: Call, terms: Terms) -> Iterator[_Part]:
 
 def _dense_mask(call: Call, terms: Terms) -> Tensor | None:
     """Mask and bias as one floating-point tensor of four dimensions, as broadcast as they are."""
-    dtype = _compute_dtype(call)
+    dtype = tiled.compute_dtype(call.query)
     mask = None
     if terms.bias is not None:
         mask = terms.bias.tensor.to(dtype)
@@ -165,7 +169,7 @@ def _dense_mask(call: Call, terms: Terms) -> Tensor | None:
         mask = torch.where(terms.mask.tensor, shown, -torch.inf)
     if mask is None:
         return None
-    if terms.causal and not bool(mask.amax() < torch.inf):
+    if terms.causal and not bool((mask < torch.inf).all()):
         # The operator adds the mask where causality hides, too: NaN and inf would come through.
         size = call.size
         mask = torch.where(_triangle(size.q_len, size.kv_len, mask.device), mask, -torch.inf)
@@ -174,7 +178,7 @@ def _dense_mask(call: Call, terms: Terms) -> Tensor | None:
 
 def _inputs(call: Call, terms: Terms) -> tuple[Tensor, Tensor, Tensor]:
     """query (scaled), key and value in the compute dtype, safe for the operator."""
-    dtype = _compute_dtype(call)
+    dtype = tiled.compute_dtype(call.query)
     # The output takes the query's layout: (batch, length, heads, dim), to rejoin heads for free.
     query = call.query.transpose(1, 2).contiguous().to(dtype)
     query = (query * call.scale).transpose(1, 2)
@@ -213,10 +217,6 @@ def _empty_rows(part: _Part) -> Tensor:
 def _triangle(q_len: int, kv_len: int, device: torch.device) -> Tensor:
     """[M, N]: what a query sees that is aligned to the top left."""
     return torch.ones((q_len, kv_len), dtype=torch.bool, device=device).tril()
-
-
-def _compute_dtype(call: Call) -> torch.dtype:
-    return torch.float64 if call.query.dtype == torch.float64 else torch.float32
 
 
 def _finite(tensor: Tensor) -> bool:

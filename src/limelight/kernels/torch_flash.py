@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from itertools import compress
@@ -13,8 +12,9 @@ from torch import Tensor
 
 from limelight.call import Call, Gradients
 from limelight.kernels import plan
-from limelight.kernels.launch import ITEM_BYTES, Array
+from limelight.kernels.launch import Array
 from limelight.kernels.program import Program, Slot
+from limelight.problem import row_alignment
 
 _prepared: OrderedDict[Hashable, _Prepared] = OrderedDict()
 _PROGRAMS = 4096
@@ -141,9 +141,7 @@ def _arrays(tensors: Sequence[Tensor]) -> list[Array]:
 def _array(tensor: Tensor, address: Any) -> Array:
     dtype = str(tensor.dtype).removeprefix("torch.")
     shape, strides = tuple(tensor.shape), tensor.stride()
-    item = ITEM_BYTES.get(dtype, tensor.element_size())
-    rows = [stride for stride, size in zip(strides[:-1], shape[:-1], strict=True) if size > 1]
-    alignment = math.gcd(16, tensor.data_ptr(), *(item * stride for stride in rows))
+    alignment = row_alignment(tensor.data_ptr(), shape, strides, tensor.element_size())
     return Array(address, shape, strides, dtype, alignment)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +17,7 @@ from limelight.adapters.torch.plan import TorchPlan, autocasts
 from limelight.devices import CPU, Device
 from limelight.dispatch import Choice
 from limelight.errors import invalid, invalid_type
-from limelight.problem import Layout
+from limelight.problem import Layout, row_alignment
 
 _PLANS = 4096  # choices kept by what was seen of the tensors, before a Problem is even made
 
@@ -78,9 +77,7 @@ class TorchAdapter(Adapter):
         shape = tuple(array.shape)
         if is_fake(array):  # no address, and sizes that may be symbols
             return Layout(shape, strides, self.dtype(array))
-        rows = [s for s, size in zip(strides[:-1], shape[:-1], strict=True) if size > 1]
-        item = array.element_size()
-        alignment = math.gcd(16, array.data_ptr(), *(item * stride for stride in rows))
+        alignment = row_alignment(array.data_ptr(), shape, strides, array.element_size())
         return Layout(shape, strides, self.dtype(array), alignment)
 
     def device(self, array: Any) -> Device:

@@ -21,6 +21,7 @@ from limelight.adapters.base import Arguments, Plan
 from limelight.adapters.torch.gradients import double_backward, present, spread
 from limelight.call import Call, Gradients
 from limelight.dispatch import allowed, note
+from limelight.kernels.tiled import compute_dtype
 from limelight.terms import Term, from_spec
 
 if TYPE_CHECKING:
@@ -139,17 +140,17 @@ def _attention(
     query, _, value = tensors[:3]
     wide, lse = _plan(tensors, spec, start, scale, softcap, dropout_p).forward()
     out = _as_promised(wide.to(query.dtype), _empty_out(query, value))
-    wide = _as_promised(wide, _empty_out(query, value, _wide(query))) if _rounds(query) else None
+    wide = (
+        _as_promised(wide, _empty_out(query, value, compute_dtype(query)))
+        if _rounds(query)
+        else None
+    )
     return out, lse.contiguous(), query.new_empty(0) if wide is None else wide
 
 
 def _rounds(query: Tensor) -> bool:
     """Whether backends give a wider output than the caller gets: on the CPU, in half precision."""
     return query.device.type == "cpu" and query.dtype in (torch.float16, torch.bfloat16)
-
-
-def _wide(query: Tensor) -> torch.dtype:
-    return torch.float64 if query.dtype == torch.float64 else torch.float32
 
 
 @_attention.register_fake
@@ -163,8 +164,8 @@ def _(tensors: Sequence[Tensor], spec: str, *numbers: Any) -> tuple[Tensor, Tens
     )
     ADAPTER.describe(_arguments(tensors, spec, start, scale, softcap, dropout_p))
     query, _, value = tensors[:3]
-    wide = _empty_out(query, value, _wide(query)) if _rounds(query) else query.new_empty(0)
-    lse = query.new_empty(query.shape[:3], dtype=_wide(query))
+    wide = _empty_out(query, value, compute_dtype(query)) if _rounds(query) else query.new_empty(0)
+    lse = query.new_empty(query.shape[:3], dtype=compute_dtype(query))
     return _empty_out(query, value), lse, wide
 
 
