@@ -104,7 +104,7 @@ class _OnDevice(NamedTuple):
 @jit
 def _fragment(scores, at, own):
     slope = tl.load(own.slopes + at.batch * own.batch_stride + at.head * own.head_stride)
-    return scores + slope.to(tl.float32) * _slope(at, own)
+    return scores + slope.to(tl.float32) * at.unit * _slope(at, own)
 
 
 @jit

@@ -5,10 +5,10 @@ library; `fold`, which reduces the gradient of a tile of scores to the gradient 
 `check` for its tensors; `on_device`, the same for the fused kernels. Biases compose with `+`.
 
 On the device a bias is a NamedTuple whose first field is a `jit` function, `fragment(scores, at,
-own)`, which returns the scores with the bias added; the rest is whatever it reads (pointers,
-strides, numbers), which it gets back as `own`. `at` has q_pos and k_pos, which broadcast against
-the scores in whichever orientation a kernel keeps them, and batch, head (query heads), q_len,
-kv_len and query_start.
+own)`, which returns the scores with `at.unit` times the bias added (the scores may still wait for
+their scale); the rest is whatever it reads (pointers, strides, numbers), which it gets back as
+`own`. `at` has q_pos and k_pos, which broadcast against the scores in whichever orientation a
+kernel keeps them, and batch, head (query heads), q_len, kv_len and query_start.
 """
 
 from __future__ import annotations

@@ -68,6 +68,6 @@ def _fragment(scores, at, own):
     matrix = own.tensor + at.batch * own.batch_stride + at.head * own.head_stride
     places = matrix + row * own.row_stride + at.k_pos * own.key_stride
     inside = (row < at.q_len) & (at.k_pos < at.kv_len)
-    bias = tl.load(places, mask=inside, other=0.0).to(tl.float32)
+    bias = tl.load(places, mask=inside, other=0.0).to(tl.float32) * at.unit
     # Not left to the sum: the score of a hidden key may be NaN.
     return tl.where(bias == float("-inf"), bias, scores + bias)

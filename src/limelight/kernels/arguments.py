@@ -55,6 +55,7 @@ class Sizes(NamedTuple):
 class Numbers(NamedTuple):
     query_start: Scalar  # where there is none per batch element
     scale: Scalar
+    unit: Scalar  # what a bias of 1 is in scores that wait for the scale
     softcap: Scalar
     seed: Scalar  # where there is none on the device
     drop_below: Scalar  # dropout drops a weight whose 32-bit word lies under this
@@ -66,7 +67,7 @@ class Options(NamedTuple):
 
     softcap: bool
     dropout: bool
-    late_scale: bool  # nothing comes between the scale and the exponent, so it can wait
+    late_scale: bool  # the scale waits for the exponent
     all_partial: bool  # a bias may hide keys anywhere
     gaps: bool  # a key inside a range may be hidden from every query of a tile
     precision: str  # of products of float32
@@ -89,19 +90,23 @@ def numbers_and_options(call: Call, capability: int, allow_tf32: bool) -> dict[s
     size = call.size
     threshold = dropout.threshold(call.dropout_p)
     everything_dropped = threshold >= 2**32
+    hides = call.bias is not None and call.bias.hides()
+    # Nothing may come between. A bias that hides may be the least of all numbers, and a tiny scale
+    # makes a large unit: together they would be infinite.
+    late_scale = call.softcap is None and call.scale > 1e-20 and not hides
     numbers = Numbers(
         query_start=i32(call.query_start if isinstance(call.query_start, int) else 0),
         scale=f32(call.scale),
+        unit=f32(1 / call.scale if late_scale else 1.0),
         softcap=f32(call.softcap or 0.0),
         seed=i64(_signed(call.seed) if isinstance(call.seed, int) else 0),
         drop_below=i64(threshold),
         keep_scale=f32(0.0 if everything_dropped else 1 / (1 - call.dropout_p)),
     )
-    hides = call.bias is not None and call.bias.hides()
     options = Options(
         softcap=call.softcap is not None,
         dropout=call.dropout_p > 0,
-        late_scale=call.softcap is None and call.bias is None and call.scale > 0,
+        late_scale=late_scale,
         all_partial=hides,
         gaps=hides or (call.mask is not None and call.mask.has_gaps()),
         precision=_precision(call.query.dtype, capability, allow_tf32),

@@ -19,10 +19,14 @@ class Matrix(NamedTuple):
     q_len: Any
     kv_len: Any
     query_start: Any
+    unit: Any
 
 
 class At(NamedTuple):
-    """Where a tile of scores lies: q_pos and k_pos broadcast against it; else as Matrix."""
+    """Where a tile of scores lies: q_pos and k_pos broadcast against it; else as Matrix.
+
+    unit: what a bias of 1 is in the scores at hand, which may not have been scaled yet.
+    """
 
     q_pos: Any
     k_pos: Any
@@ -31,6 +35,7 @@ class At(NamedTuple):
     q_len: Any
     kv_len: Any
     query_start: Any
+    unit: Any
 
 
 @triton.jit
@@ -39,7 +44,7 @@ def matrix_of(batch, head, query_starts, sizes, numbers):
     query_start = load_or(query_starts, batch, numbers.query_start).to(tl.int32)
     # Casts, as the interpreter loops over Python's numbers.
     batch, head = tl.cast(batch, tl.int32), tl.cast(head, tl.int32)
-    return Matrix(batch, head, sizes.q_len, sizes.kv_len, query_start)
+    return Matrix(batch, head, sizes.q_len, sizes.kv_len, query_start, numbers.unit)
 
 
 @triton.jit
@@ -53,6 +58,7 @@ def place(matrix, row, key):
         matrix.q_len,
         matrix.kv_len,
         matrix.query_start,
+        matrix.unit,
     )
 
 
@@ -60,7 +66,7 @@ def place(matrix, row, key):
 def exponent_factor(numbers, options):
     """What turns a score into an exponent of two.
 
-    A scale that nothing comes after waits for the exponent, where it costs nothing.
+    The scale waits for the exponent, where it costs nothing; biases then come in its unit.
     """
     factor = LOG2E
     if options.late_scale:
@@ -71,6 +77,8 @@ def exponent_factor(numbers, options):
 @triton.jit
 def scores_of(products, at, masks, biases, numbers, options, PARTIAL: tl.constexpr):
     """The scores, -inf where hidden, and the softcap's tanh (without a softcap, anything).
+
+    They are in units of `numbers.unit`, which `exponent_factor` undoes.
 
     PARTIAL: whether the tile may hold hidden keys. What lies past the end is left to the caller.
     """
