@@ -36,7 +36,11 @@ def source(launch: Launch) -> ASTSource:
 
 
 def compiled(launch: Launch, capability: int) -> triton.compiler.CompiledKernel:
-    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
+    options = {
+        "num_warps": launch.num_warps,
+        "num_stages": launch.num_stages,
+        "maxnreg": launch.max_registers,
+    }
     return triton.compile(source(launch), GPUTarget("cuda", capability, 32), options)
 
 

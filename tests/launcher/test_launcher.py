@@ -63,8 +63,24 @@ def test_a_later_launch_takes_its_own_arguments(stub, fake):
     assert [(launch.stream, launch.grid[0]) for launch in stub.launches] == [(0, 1), (1, 2), (2, 3)]
 
 
+def test_a_bound_kernel_fills_in_addresses(stub, fake):
+    kernel = Kernel(binary("i32", "*fp16", "fp32", "*bf16"), fake)
+    bound = kernel.bind((3, 1, 1), (7, 0, 0.5, 0), places=[(1, 1, 0), (3, 0, 16)])
+    bound(0, STREAM, (0x1000, 0x2000))
+    bound(1, STREAM + 1, (0x3000, 0x4000))
+    found = [struct.unpack("=iQfQ", launch.parameters[:24]) for launch in stub.launches]
+    assert found == [(7, 0x2000, 0.5, 0x1010), (7, 0x4000, 0.5, 0x3010)]
+    assert [(each.stream, each.device) for each in stub.launches] == [(STREAM, 0), (STREAM + 1, 1)]
+
+
+def test_a_bound_kernel_names_an_argument_that_does_not_fit(stub, fake):
+    with pytest.raises(ValueError, match=r"p0 \(i32\): found 1.5"):
+        Kernel(binary("i32"), fake).bind(GRID, (1.5,))
+
+
 def test_an_empty_grid_launches_nothing(stub, fake):
     Kernel(binary(), fake)(0, 0, (4, 0, 1), ())
+    Kernel(binary(), fake).bind((4, 0, 1), ())(0, 0)
     assert stub.launches == []
 
 

@@ -110,8 +110,7 @@ def _fragment(scores, at, own):
 @jit
 def _slope(at, own):
     """The derivative of the score with respect to the head's number."""
-    # Positions as floats first: converting every difference would cost as much as its exponential.
-    return -tl.abs(at.q_pos.to(tl.float32) - at.k_pos.to(tl.float32))
+    return -tl.abs(at.q_near - at.k_near)
 
 
 def _geometric(count: int) -> tuple[float, ...]:

@@ -8,7 +8,8 @@ On the device a bias is a NamedTuple whose first field is a `jit` function, `fra
 own)`, which returns the scores with `at.unit` times the bias added (the scores may still wait for
 their scale); the rest is whatever it reads (pointers, strides, numbers), which it gets back as
 `own`. `at` has q_pos and k_pos, which broadcast against the scores in whichever orientation a
-kernel keeps them, and batch, head (query heads), q_len, kv_len and query_start.
+kernel keeps them, and batch, head (query heads), q_len, kv_len and query_start; q_near and k_near
+are positions as float32, counted from a place nearby: quick where their difference is all.
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ def _add_queries(
     shift, delta = load_row_numbers(rows.numbers, first_row, matrix.q_len, TILE_M, PARTIAL)
     products = tl.dot(k_tile, tl.trans(q_tile), input_precision=options.precision)  # [N, M]
     d_weights = tl.dot(v_tile, tl.trans(d_out_tile), input_precision=options.precision)  # [N, M]
-    at = place(matrix, row[None, :], first_key + tl.arange(0, TILE_N)[:, None])
+    at = place(matrix, first_row, first_key, TILE_M, TILE_N, TRANSPOSED=True)
     scores, saturation = scores_of(products, at, masks, biases, numbers, options, PARTIAL)
     if PARTIAL:
         scores = hide_past_end(scores, row[None, :], matrix.q_len)
@@ -227,7 +227,7 @@ def _add_keys(
     )  # [N, E]
     products = tl.dot(q_tile, tl.trans(k_tile), input_precision=options.precision)  # [M, N]
     d_weights = tl.dot(d_out_tile, tl.trans(v_tile), input_precision=options.precision)  # [M, N]
-    at = place(matrix, row[:, None], first_key + tl.arange(0, TILE_N)[None, :])
+    at = place(matrix, first_row, first_key, q_tile.shape[0], TILE_N)
     scores, saturation = scores_of(products, at, masks, biases, numbers, options, PARTIAL)
     if PARTIAL:
         scores = hide_past_end(scores, at.k_pos, matrix.kv_len)

@@ -127,7 +127,7 @@ def _d_scores(
     shift, delta = load_row_numbers(rows.numbers, first_row, sizes.q_len, TILE_M, BOUNDED=True)
     products = tl.dot(q_tile, tl.trans(k_tile), input_precision=options.precision)  # [M, N]
     d_weights = tl.dot(d_out_tile, tl.trans(v_tile), input_precision=options.precision)  # [M, N]
-    at = place(matrix, row[:, None], first_key + tl.arange(0, TILE_N)[None, :])
+    at = place(matrix, first_row, first_key, TILE_M, TILE_N)
     scores, _ = scores_of(products, at, masks, biases, numbers, options, PARTIAL=True)
     scores = hide_past_end(scores, at.k_pos, matrix.kv_len)
     scores = hide_past_end(scores, row[:, None], matrix.q_len)

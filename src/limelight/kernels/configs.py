@@ -15,13 +15,18 @@ H200 = "the fastest of about ten on an H200 at length 4096"
 
 @dataclass(frozen=True)
 class Config:
-    """rows, keys: queries and keys of a tile."""
+    """rows, keys: queries and keys of a tile.
+
+    max_registers: of a thread, where a bias would take so many that fewer programs share a
+    multiprocessor.
+    """
 
     rows: int
     keys: int
     num_warps: int
     num_stages: int
     source: str = COMPILED
+    max_registers: int | None = None
 
 
 TINY = Config(16, 16, 8, 1, SPILLS)
@@ -34,7 +39,7 @@ _FORWARD = {
     (80, 2): {64: Config(128, 64, 4, 3), 128: Config(64, 64, 8, 2), 256: Config(64, 32, 8, 2)},
     (80, 4): {64: Config(32, 32, 4, 2), 128: Config(32, 32, 8, 1), 256: TINY},
     (90, 2): {
-        64: Config(64, 64, 4, 3, H200),
+        64: Config(64, 64, 4, 3, H200, max_registers=168),
         128: Config(64, 64, 4, 3, H200),
         256: Config(128, 32, 8, 2),
     },
@@ -60,7 +65,7 @@ _QUERIES = {
     (80, 2): {64: Config(64, 64, 4, 2), 128: Config(64, 32, 8, 2), 256: Config(64, 32, 8, 1)},
     (80, 4): {64: Config(32, 32, 4, 1), 128: Config(32, 16, 8, 1), 256: TINY},
     (90, 2): {
-        64: Config(64, 32, 4, 3, H200),
+        64: Config(64, 32, 4, 3, H200, max_registers=128),
         128: Config(64, 32, 4, 3, H200),
         256: Config(64, 32, 8, 2),
     },

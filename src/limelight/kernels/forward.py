@@ -97,7 +97,7 @@ def _attend(
         keys.key, keys.key_stride, first_key, walk.low, walk.high, HEAD_DIM, TILE_N, PARTIAL
     )  # [N, D]
     products = tl.dot(q_tile, tl.trans(k_tile), input_precision=options.precision)  # [M, N]
-    at = place(matrix, row[:, None], first_key + tl.arange(0, TILE_N)[None, :])
+    at = place(matrix, first_row, first_key, q_tile.shape[0], TILE_N)
     scores, _ = scores_of(products, at, masks, biases, numbers, options, PARTIAL)
     if PARTIAL:
         scores = hide_past_end(scores, at.k_pos, matrix.kv_len)

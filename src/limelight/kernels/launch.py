@@ -90,6 +90,7 @@ class Launch:
     constants: dict[str, int]
     num_warps: int
     num_stages: int
+    max_registers: int | None = None  # of a thread
 
     def leaves(self) -> Iterator[tuple[Path, Any]]:
         """Every leaf of the arguments with its path, the first step of which is the parameter."""

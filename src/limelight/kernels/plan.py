@@ -313,5 +313,13 @@ def _launch(
     kernel: Any, grid: int, arguments: dict[str, Any], constants: dict[str, int], config: Config
 ) -> list[Launch]:
     """Nothing where there is nothing to write."""
-    launch = Launch(kernel, grid, arguments, constants, config.num_warps, config.num_stages)
+    launch = Launch(
+        kernel,
+        grid,
+        arguments,
+        constants,
+        config.num_warps,
+        config.num_stages,
+        config.max_registers,
+    )
     return [launch] if grid else []

@@ -7,11 +7,10 @@ is made for tensors without memory: an address is a `Slot`, which names a tensor
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from limelight.kernels.launch import Array, Launch, Scalar
-from limelight.launcher import Constant, Kernel, Recipe, default_cache
+from limelight.launcher import Bound, Constant, Kernel, Recipe, default_cache
 
 
 class Slot(NamedTuple):
@@ -24,40 +23,28 @@ class Slot(NamedTuple):
         return Slot(self.tensor, self.offset + offset)
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
-    kernel: Kernel
-    grid: tuple[int, int, int]
-    arguments: tuple[Any, ...]  # 0 where an address belongs
-    addresses: tuple[tuple[int, int, int], ...]  # argument, tensor, offset
-
-
 class Program:
     """Compiled launches. `run` fills in the addresses of the tensors that the slots named."""
 
     def __init__(self, launches: Sequence[Launch], target: tuple[int, int]) -> None:
-        self._steps = tuple(_step(launch, target) for launch in launches)
+        self._launches = tuple(_bound(launch, target) for launch in launches)
 
     def run(self, addresses: Sequence[int], device: int, stream: int) -> None:
-        for step in self._steps:
-            arguments = list(step.arguments)
-            for argument, tensor, offset in step.addresses:
-                arguments[argument] = addresses[tensor] + offset
-            step.kernel(device, stream, step.grid, arguments)
+        for launch in self._launches:
+            launch(device, stream, addresses)
 
 
-def _step(launch: Launch, target: tuple[int, int]) -> _Step:
-    binary = default_cache().binary(recipe(launch, target))
+def _bound(launch: Launch, target: tuple[int, int]) -> Bound:
+    kernel = Kernel(default_cache().binary(recipe(launch, target)))
     values = [value for _, value in launch.values()]
-    return _Step(
-        kernel=Kernel(binary),
+    return kernel.bind(
         grid=(launch.grid, 1, 1),
-        arguments=tuple(0 if isinstance(value, Slot) else value for value in values),
-        addresses=tuple(
+        args=[0 if isinstance(value, Slot) else value for value in values],
+        places=[
             (position, value.tensor, value.offset)
             for position, value in enumerate(values)
             if isinstance(value, Slot)
-        ),
+        ],
     )
 
 
@@ -70,6 +57,7 @@ def recipe(launch: Launch, target: tuple[int, int]) -> Recipe:
         target=target,
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
+        options={} if launch.max_registers is None else {"maxnreg": launch.max_registers},
     )
 
 

@@ -23,13 +23,17 @@ class Matrix(NamedTuple):
 
 
 class At(NamedTuple):
-    """Where a tile of scores lies: q_pos and k_pos broadcast against it; else as Matrix.
+    """Where a tile of scores lies: the positions broadcast against it; else as Matrix.
 
+    q_near, k_near: the positions as float32, counted from the tile's first key. For what depends on
+    their difference; converting positions for each tile costs as much as its exponentials.
     unit: what a bias of 1 is in the scores at hand, which may not have been scaled yet.
     """
 
     q_pos: Any
     k_pos: Any
+    q_near: Any
+    k_near: Any
     batch: Any
     head: Any
     q_len: Any
@@ -48,11 +52,21 @@ def matrix_of(batch, head, query_starts, sizes, numbers):
 
 
 @triton.jit
-def place(matrix, row, key):
-    """The At of rows and keys (indices in their tensors), each with its broadcast dimension."""
+def place(
+    matrix, first_row, first_key,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TRANSPOSED: tl.constexpr = False,
+):  # fmt: skip
+    """The At of a tile of scores [M, N], or [N, M] where TRANSPOSED."""
+    if TRANSPOSED:
+        rows, keys = tl.arange(0, TILE_M)[None, :], tl.arange(0, TILE_N)[:, None]
+    else:
+        rows, keys = tl.arange(0, TILE_M)[:, None], tl.arange(0, TILE_N)[None, :]
+    q_start = matrix.query_start + first_row
     return At(
-        matrix.query_start + row,
-        key,
+        q_start + rows,
+        first_key + keys,
+        (q_start - first_key).to(tl.float32) + rows.to(tl.float32),
+        keys.to(tl.float32),
         matrix.batch,
         matrix.head,
         matrix.q_len,

@@ -1,17 +1,18 @@
 """Kernel: a compiled kernel that can be launched, in a few microseconds and from any thread.
 
 All that one launch passes to the driver lies in one buffer, the thread's own: CUDA's launch
-configuration, the arguments behind it, and pointers to each of them. Everything but the grid, the
-stream and the arguments is known beforehand, so a launch is one `struct.pack_into` and one call.
+configuration, the arguments behind it, and pointers to each of them. A kernel whose arguments are
+known but for a few addresses is bound to them once: a launch then writes those addresses and the
+stream, and calls the driver.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 import struct
 import threading
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 from limelight.launcher import abi
 from limelight.launcher.binary import Binary, Scratch, SharedMemoryError
@@ -21,6 +22,7 @@ Allocate = Callable[[int], int]
 """Bytes to the address of as many, on the launch's device, free until the launch's work has run."""
 
 _CONFIG = "7I4xQQI4x"  # CUlaunchConfig: grid, block, shared bytes, stream, attributes, their number
+_STREAM_WORD = 4  # of 8 bytes, in it
 _FREE_SHARED_MEMORY = 48 * 1024  # bytes that need no permission
 _PORTABLE_CLUSTER = 8  # blocks that need no permission
 
@@ -29,14 +31,25 @@ _CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 _CLUSTER_POLICY, _SPREAD = 5, 1  # ..._CLUSTER_SCHEDULING_POLICY_PREFERENCE, to different SMs
 
 
-class _Buffer(NamedTuple):
-    """One thread's own. context: where the driver writes the thread's current context."""
+class _Buffer:
+    """What one thread passes to the driver for one kernel."""
 
-    memory: ctypes.Array[ctypes.c_char]
-    config: ctypes.c_void_p
-    arguments: ctypes.Array[ctypes.c_void_p]
-    context: ctypes.c_void_p
-    context_address: ctypes.c_void_p
+    __slots__ = ("arguments", "begins", "config", "context", "context_address", "memory", "words")
+
+    def __init__(self, codes: str) -> None:
+        """codes: of the arguments, as the struct module's."""
+        size = struct.calcsize("@" + _CONFIG + codes)
+        words = ctypes.c_uint64 * -(-size // 8)
+        self.memory = ctypes.create_string_buffer(ctypes.sizeof(words))
+        self.words = words.from_buffer(self.memory)
+        # An argument begins where a struct of all before it and itself ends, less its own size.
+        ends = [struct.calcsize("@" + _CONFIG + codes[: n + 1]) for n in range(len(codes))]
+        self.begins = [end - struct.calcsize(code) for end, code in zip(ends, codes, strict=True)]
+        address = ctypes.addressof(self.memory)
+        self.config = ctypes.c_void_p(address)
+        self.arguments = (ctypes.c_void_p * len(codes))(*(address + each for each in self.begins))
+        self.context = ctypes.c_void_p()  # where the driver writes the thread's current context
+        self.context_address = ctypes.c_void_p(ctypes.addressof(self.context))
 
 
 class Kernel:
@@ -56,9 +69,8 @@ class Kernel:
         self._threads = threading.local()
         self._has_scratch = bool(binary.global_scratch.size or binary.profile_scratch.size)
         self._attributes = _cluster_attributes(binary.num_ctas)
-        self._pack_into = struct.Struct(
-            "@" + _CONFIG + abi.struct_format(binary.parameters)[1:]
-        ).pack_into
+        self._codes = abi.struct_format(binary.parameters)[1:]
+        self._pack_into = struct.Struct("@" + _CONFIG + self._codes).pack_into
         count = 2 if binary.num_ctas > 1 else 0
         self._fixed = (binary.threads, 1, 1, binary.shared)
         self._attribute_list = (ctypes.addressof(self._attributes) if count else 0, count)
@@ -82,38 +94,69 @@ class Kernel:
         Raises TypeError or ValueError, naming the parameter, for an argument that does not fit;
         DriverError; and what `load` raises if the device has not got the kernel yet.
         """
+        function, context = self._functions.get(device) or self.load(device, stream)
         try:
-            function, context = self._functions[device]
-        except KeyError:
-            function, context = self.load(device, stream)
-        try:
-            memory, config, arguments, current, current_address = self._threads.buffer
+            buffer = self._threads.buffer
         except AttributeError:
-            self._threads.buffer = self._new_buffer()
-            memory, config, arguments, current, current_address = self._threads.buffer
-        x, y, z = grid
-        if not x * y * z:
+            buffer = self._threads.buffer = _Buffer(self._codes)
+        if 0 in grid:
             return
-        scratch = self._allocate(x * y * z, allocate) if self._has_scratch else (0, 0)
+        scratch = self._allocate(grid, allocate) if self._has_scratch else (0, 0)
+        self._pack(buffer, stream, grid, args, scratch)
+        self._start(buffer, function, context)
+
+    def bind(
+        self,
+        grid: tuple[int, int, int],
+        args: Sequence[int | float],
+        places: Sequence[tuple[int, int, int]] = (),
+    ) -> Bound:
+        """The kernel with its grid and arguments set.
+
+        places: (argument, n, offset) for each argument that is the n-th of the addresses to come,
+            `offset` bytes further on; what args has there does not matter.
+
+        Raises TypeError or ValueError as a launch does.
+        """
+        return Bound(self, grid, args, places)
+
+    def _pack(
+        self,
+        buffer: _Buffer,
+        stream: int,
+        grid: tuple[int, int, int],
+        args: Sequence[int | float],
+        scratch: tuple[int, int],
+    ) -> None:
+        x, y, z = grid
         x *= self.binary.num_ctas
         try:
             self._pack_into(
-                memory, 0, x, y, z, *self._fixed, stream, *self._attribute_list, *args, *scratch
+                buffer.memory,
+                0,
+                *(x, y, z),
+                *self._fixed,
+                stream,
+                *self._attribute_list,
+                *args,
+                *scratch,
             )
         except (struct.error, TypeError, OverflowError):
             raise self._explain(grid, stream, args) from None
 
-        run = self._driver
-        failed = run.get_context(current_address)
+    def _start(self, buffer: _Buffer, function: ctypes.c_void_p, context: int) -> None:
+        run, current = self._driver, buffer.context
+        failed = run.get_context(buffer.context_address)
         if failed == 0 and current.value == context:
-            failed = run.launch(config, function, arguments, None)
+            failed = run.launch(buffer.config, function, buffer.arguments, None)
         elif failed == 0:
             # The thread's own is put back: it decides what a framework takes for its device.
             failed = run.set_context(ctypes.c_void_p(context)) or run.launch(
-                config, function, arguments, None
+                buffer.config, function, buffer.arguments, None
             )
             run.set_context(current)
         if failed:
+            grid = struct.unpack_from("3I", buffer.memory)
             raise run.error(failed, f"launch {self.binary.entry} with grid {grid}")
 
     def load(self, device: int, stream: int = 0) -> tuple[ctypes.c_void_p, int]:
@@ -156,29 +199,13 @@ class Kernel:
                     self.binary.entry, self.binary.shared, limit, f"device {device}"
                 )
 
-    def _new_buffer(self) -> _Buffer:
-        start = struct.calcsize("@" + _CONFIG)
-        codes = abi.struct_format(self.binary.parameters)[1:]
-        memory = ctypes.create_string_buffer(struct.calcsize("@" + _CONFIG + codes))
-        address = ctypes.addressof(memory)
-        # An argument begins where a struct of all before it and itself ends, less its own size.
-        ends = [struct.calcsize("@" + codes[: n + 1]) for n in range(len(codes))]
-        begins = [end - struct.calcsize(code) for end, code in zip(ends, codes, strict=True)]
-        pointers = (ctypes.c_void_p * len(codes))(*(address + start + begin for begin in begins))
-        context = ctypes.c_void_p()
-        return _Buffer(
-            memory,
-            ctypes.c_void_p(address),
-            pointers,
-            context,
-            ctypes.c_void_p(ctypes.addressof(context)),
-        )
-
-    def _allocate(self, blocks: int, allocate: Allocate | None) -> tuple[int, int]:
-        """Addresses of the global and the profile scratch of so many blocks."""
+    def _allocate(
+        self, grid: tuple[int, int, int], allocate: Allocate | None
+    ) -> tuple[int, int]:
+        """Addresses of the grid's global and profile scratch."""
         if allocate is None:
             raise TypeError(f"{self.binary.entry} needs scratch memory: found allocate=None")
-        blocks *= self.binary.num_ctas
+        blocks = math.prod(grid) * self.binary.num_ctas
         return (
             self._scratch(self.binary.global_scratch, blocks, allocate),
             self._scratch(self.binary.profile_scratch, blocks, allocate),
@@ -209,6 +236,56 @@ class Kernel:
             except (struct.error, TypeError, OverflowError) as error:
                 return _misfit(f"{entry}: {parameter.describe()}: found {value!r}, {error}", value)
         return _misfit(f"{entry}: found grid {grid!r} and stream {stream!r}, needed integers", grid)
+
+
+class Bound:
+    """A kernel with its grid and arguments set, but for some addresses. Made by `Kernel.bind`."""
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        grid: tuple[int, int, int],
+        args: Sequence[int | float],
+        places: Sequence[tuple[int, int, int]],
+    ) -> None:
+        self._kernel, self._grid, self._args = kernel, grid, args
+        self._threads = threading.local()
+        first = self._new_buffer()
+        # Addresses and scratch are words of 8 bytes, and lie as such.
+        self._places = tuple((first.begins[place] // 8, n, offset) for place, n, offset in places)
+        self._scratch = tuple(begin // 8 for begin in first.begins[-2:])
+
+    def __call__(
+        self,
+        device: int,
+        stream: int,
+        addresses: Sequence[int] = (),
+        allocate: Allocate | None = None,
+    ) -> None:
+        """Launch, with these addresses in their places; the rest as for the kernel itself."""
+        kernel = self._kernel
+        function, context = kernel._functions.get(device) or kernel.load(device, stream)
+        if 0 in self._grid:
+            return
+        try:
+            buffer = self._threads.buffer
+        except AttributeError:
+            buffer = self._threads.buffer = self._new_buffer()
+        words = buffer.words
+        words[_STREAM_WORD] = stream
+        for word, n, offset in self._places:
+            words[word] = addresses[n] + offset
+        if kernel._has_scratch:
+            for word, address in zip(
+                self._scratch, kernel._allocate(self._grid, allocate), strict=True
+            ):
+                words[word] = address
+        kernel._start(buffer, function, context)
+
+    def _new_buffer(self) -> _Buffer:
+        buffer = _Buffer(self._kernel._codes)
+        self._kernel._pack(buffer, 0, self._grid, self._args, (0, 0))
+        return buffer
 
 
 def _misfit(message: str, value: object) -> Exception:
