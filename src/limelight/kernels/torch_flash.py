@@ -21,32 +21,47 @@ _PROGRAMS = 4096
 
 
 class _Prepared(NamedTuple):
-    """What stays from one call to the next of the same problem."""
+    """What stays from one call to the next of the same problem. made: the tensors to allocate."""
 
     program: Program
-    scratch: tuple[tuple[tuple[int, ...], torch.dtype], ...]  # shapes of memory to bring along
+    made: tuple[_Made, ...]
+
+
+class _Made(NamedTuple):
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
 
 
 def forward(call: Call) -> tuple[Tensor, Tensor]:
     """out [B, H, M, E], laid out as (B, M, H, E), and the LSE [B, H, M], float32."""
+    key = ("forward", *_key(call))
+    prepared = _prepared.get(key)
+    if prepared is None:
+        prepared = _keep(key, _prepare_forward(call))
+    query = call.query
+    out, lse = [
+        query.new_empty_strided(shape, strides, dtype=dtype)
+        for shape, strides, dtype in prepared.made
+    ]
+    prepared.program.run(*_where([*_present(call), out, lse]))
+    return out, lse
+
+
+def _prepare_forward(call: Call) -> _Prepared:
     batch, heads, q_len, _ = call.query.shape
     out = call.query.new_empty((batch, q_len, heads, call.value.shape[3])).transpose(1, 2)
     lse = call.query.new_empty((batch, heads, q_len), dtype=torch.float32)
     tensors = [*_present(call), out, lse]
-    key = ("forward", *_key(call))
-    prepared = _prepared.get(key)
-    if prepared is None:
-        *_, out_array, lse_array = _arrays(tensors)
-        launches = plan.forward(
-            _described(call, tensors),
-            out_array,
-            lse_array,
-            capability=_capability(call),
-            allow_tf32=call.problem.allow_tf32,
-        )
-        prepared = _keep(key, _Prepared(Program(launches, _target(call)), ()))
-    prepared.program.run(*_where(tensors))
-    return out, lse
+    *_, out_array, lse_array = _arrays(tensors)
+    launches = plan.forward(
+        _described(call, tensors),
+        out_array,
+        lse_array,
+        capability=_capability(call),
+        allow_tf32=call.problem.allow_tf32,
+    )
+    return _Prepared(Program(launches, _target(call)), _made(out, lse))
 
 
 def backward(
@@ -74,7 +89,10 @@ def backward(
     prepared = _prepared.get(key)
     if prepared is None:
         prepared = _keep(key, _prepare_backward(call, tensors, len(given), wanted))
-    tensors += [call.query.new_empty(shape, dtype=dtype) for shape, dtype in prepared.scratch]
+    tensors += [
+        call.query.new_empty_strided(shape, strides, dtype=dtype)
+        for shape, strides, dtype in prepared.made
+    ]
     prepared.program.run(*_where(tensors))
     return _gradients(flags, made)
 
@@ -85,8 +103,10 @@ def _prepare_backward(
     """tensors: the call's own, then `given` that arrive (out, LSE, d_out, perhaps d_lse), then the
     gradients to fill."""
     needed = plan.scratch(_described(call, tensors), wanted, _capability(call))
-    scratch = tuple((each.shape, getattr(torch, each.dtype)) for each in needed.values())
-    memory = [call.query.new_empty(shape, dtype=dtype) for shape, dtype in scratch]
+    memory = [
+        call.query.new_empty(each.shape, dtype=getattr(torch, each.dtype))
+        for each in needed.values()
+    ]
     arrays = _arrays([*tensors, *memory])
     own = len(_present(call))
     out, lse, d_out, *rest = arrays[own : own + given]
@@ -101,7 +121,11 @@ def _prepare_backward(
         capability=_capability(call),
         allow_tf32=call.problem.allow_tf32,
     )
-    return _Prepared(Program(launches, _target(call)), scratch)
+    return _Prepared(Program(launches, _target(call)), _made(*memory))
+
+
+def _made(*tensors: Tensor) -> tuple[_Made, ...]:
+    return tuple(_Made(tuple(each.shape), each.stride(), each.dtype) for each in tensors)
 
 
 def _gradients(flags: Sequence[bool], made: Sequence[Any]) -> Gradients:
