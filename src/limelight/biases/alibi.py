@@ -104,7 +104,13 @@ class _OnDevice(NamedTuple):
 @jit
 def _fragment(scores, at, own):
     slope = tl.load(own.slopes + at.batch * own.batch_stride + at.head * own.head_stride)
-    return scores + slope.to(tl.float32) * at.unit * _slope(at, own)
+    slope = slope.to(tl.float32) * at.unit
+    if at.side == 0:
+        bias = slope * _slope(at, own)
+    else:  # the distance splits in two, which leaves one operation for each score
+        slope = -slope * at.side.to(tl.float32)
+        bias = slope * at.k_near - slope * at.q_near
+    return scores + bias
 
 
 @jit

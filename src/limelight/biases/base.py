@@ -9,7 +9,8 @@ own)`, which returns the scores with `at.unit` times the bias added (the scores 
 their scale); the rest is whatever it reads (pointers, strides, numbers), which it gets back as
 `own`. `at` has q_pos and k_pos, which broadcast against the scores in whichever orientation a
 kernel keeps them, and batch, head (query heads), q_len, kv_len and query_start; q_near and k_near
-are positions as float32, counted from a place nearby: quick where their difference is all.
+are positions as float32, counted from a place nearby: quick where their difference is all. side is
+-1 in a tile where no key comes after any query, 1 where none comes before any, else 0.
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ class At(NamedTuple):
 
     q_near, k_near: the positions as float32, counted from the tile's first key. For what depends on
     their difference; converting positions for each tile costs as much as its exponentials.
+    side: -1 where no key comes after any query, 1 where none comes before any, else 0.
     unit: what a bias of 1 is in the scores at hand, which may not have been scaled yet.
     """
 
@@ -34,6 +35,7 @@ class At(NamedTuple):
     k_pos: Any
     q_near: Any
     k_near: Any
+    side: Any
     batch: Any
     head: Any
     q_len: Any
@@ -67,6 +69,9 @@ def place(
         first_key + keys,
         (q_start - first_key).to(tl.float32) + rows.to(tl.float32),
         keys.to(tl.float32),
+        tl.where(
+            q_start >= first_key + TILE_N - 1, -1, tl.where(q_start + TILE_M <= first_key + 1, 1, 0)
+        ),
         matrix.batch,
         matrix.head,
         matrix.q_len,
