@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -67,29 +68,33 @@ class Call:
         )
 
     def tensors(self) -> list[Any]:
-        """Every tensor of the call, in a fixed order, absent ones as None."""
-        start = None if isinstance(self.query_start, int) else self.query_start
-        seed = None if isinstance(self.seed, int) else self.seed
-        mask = self.mask.tensors() if self.mask is not None else []
-        bias = self.bias.tensors() if self.bias is not None else []
-        return [self.query, self.key, self.value, self.sinks, *bias, *mask, start, seed]
+        """Every tensor of the call, in a fixed order."""
+        tensors = [self.query, self.key, self.value]
+        if self.sinks is not None:
+            tensors.append(self.sinks)
+        for term in (self.bias, self.mask):
+            if term is not None:
+                tensors += term.tensors()
+        for number in (self.query_start, self.seed):
+            if number is not None and not isinstance(number, int):
+                tensors.append(number)
+        return tensors
 
-    def with_tensors(self, tensors: list[Any]) -> Call:
+    def with_tensors(self, tensors: Iterable[Any]) -> Call:
         """The same call around other tensors, in the order of `tensors()`."""
-        query, key, value, sinks, *terms, start, seed = tensors
-        rest = iter(terms)
-        bias = self.bias.with_tensors(rest) if self.bias is not None else None
+        rest = iter(tensors)
+        start, seed = self.query_start, self.seed
         return Call(  # by hand: dataclasses.replace takes five times as long
             self.problem,
-            query,
-            key,
-            value,
-            self.mask.with_tensors(rest) if self.mask is not None else None,
-            bias,
-            sinks,
-            self.query_start if start is None else start,
-            self.scale,
-            self.softcap,
-            self.dropout_p,
-            self.seed if seed is None else seed,
+            query=next(rest),
+            key=next(rest),
+            value=next(rest),
+            sinks=None if self.sinks is None else next(rest),
+            bias=None if self.bias is None else self.bias.with_tensors(rest),
+            mask=None if self.mask is None else self.mask.with_tensors(rest),
+            query_start=start if isinstance(start, int) else next(rest),
+            scale=self.scale,
+            softcap=self.softcap,
+            dropout_p=self.dropout_p,
+            seed=seed if seed is None or isinstance(seed, int) else next(rest),
         )

@@ -87,9 +87,7 @@ def _interpreted(node: Any) -> Any:
 
 def on_device(call: Call) -> Call:
     """The call with an Array in the place of every tensor."""
-    return call.with_tensors(
-        [tensor if tensor is None else array(tensor) for tensor in call.tensors()]
-    )
+    return call.with_tensors(map(array, call.tensors()))
 
 
 def forward(call: Call, capability: int = 80) -> tuple[torch.Tensor, torch.Tensor]:

@@ -49,7 +49,8 @@ class Backend:
         return None
 
     def forward(self, call: Call) -> tuple[Any, Any]:
-        """out [B, H, M, E] and the log-sum-exp [B, H, M], float32 (float64 for float64).
+        """out [B, H, M, E] and the log-sum-exp [B, H, M], float32 (float64 for float64), which may
+        be None where the problem asks for neither it nor gradients.
 
         `out` may be wider than the inputs: the adapter rounds what the caller gets, and hands the
         backward what it was given here.

@@ -6,6 +6,7 @@ and kept on disk, launched through the CUDA driver.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from limelight.backends.base import Backend, Reason
@@ -80,13 +81,16 @@ class Flash(Backend):
         return TileConfig(found.rows, found.keys, found.source)
 
     def forward(self, call: Call) -> tuple[Any, Any]:
-        from limelight.kernels import torch_flash
-
-        return torch_flash.forward(call)
+        return _kernels().forward(call)
 
     def backward(
         self, call: Call, out: Any, lse: Any, d_out: Any, d_lse: Any, wanted: Gradients
     ) -> Gradients:
-        from limelight.kernels import torch_flash
+        return _kernels().backward(call, out, lse, d_out, d_lse, wanted)
 
-        return torch_flash.backward(call, out, lse, d_out, d_lse, wanted)
+
+@cache
+def _kernels() -> Any:
+    from limelight.kernels import torch_flash  # takes torch and Triton along
+
+    return torch_flash

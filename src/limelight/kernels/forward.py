@@ -19,7 +19,7 @@ from limelight.kernels.scores import (
     scores_of,
     zero_unseen,
 )
-from limelight.kernels.tiles import head_of, load_or, load_rows, padded, store_rows
+from limelight.kernels.tiles import head_of, is_given, load_or, load_rows, padded, store_rows
 
 
 class Keys(NamedTuple):
@@ -40,7 +40,7 @@ def forward(
 ):  # fmt: skip
     """out [B, H, M, E] in its own dtype, lse [B, H, M] float32, contiguous. Grid: tiles * H * B.
 
-    sinks, query_starts, seeds may be null. masks and biases: tuples, see masks/base.py and
+    sinks, query_starts, seeds and lse may be null. masks and biases: tuples, see masks/base.py and
     biases/base.py. strides, sizes, numbers, options: see plan.py.
     """
     tile, head, batch = program_tile(sizes, TILE_M)
@@ -83,7 +83,7 @@ def forward(
         VALUE_DIM, TILE_M,
     )  # fmt: skip
     lse_row = lse + (batch.to(tl.int64) * sizes.q_heads + head) * sizes.q_len + row
-    tl.store(lse_row, log_sum_exp, mask=row < sizes.q_len)
+    tl.store(lse_row, log_sum_exp, mask=(row < sizes.q_len) & is_given(lse))
 
 
 @triton.jit

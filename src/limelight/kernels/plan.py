@@ -31,13 +31,13 @@ class Shape(NamedTuple):
 def forward(
     call: Call,
     out: Array,
-    lse: Array,
+    lse: Array | None,
     *,
     capability: int,
     allow_tf32: bool = False,
     config: Config | None = None,
 ) -> list[Launch]:
-    """out [B, H, M, E], any strides but the last; lse [B, H, M] float32, contiguous.
+    """out [B, H, M, E], any strides but the last; lse [B, H, M] float32, contiguous, or None.
 
     capability: of the device, 90 for sm_90. allow_tf32: one-pass TF32 is good enough for float32.
     config: instead of the table's.
@@ -51,7 +51,7 @@ def forward(
         "sinks": _sinks(call),
         **args.terms(call),
         "out": out,
-        "lse": lse,
+        "lse": lse or null("float32"),
         "strides": args.tensor_strides(call, out=out),
         **args.numbers_and_options(call, capability, allow_tf32),
     }

@@ -26,6 +26,9 @@ class _Prepared(NamedTuple):
     program: Program
     made: tuple[_Made, ...]
 
+    def allocate(self, like: Tensor) -> list[Tensor]:
+        return [like.new_empty_strided(*made[:2], dtype=made.dtype) for made in self.made]
+
 
 class _Made(NamedTuple):
     shape: tuple[int, ...]
@@ -33,35 +36,32 @@ class _Made(NamedTuple):
     dtype: torch.dtype
 
 
-def forward(call: Call) -> tuple[Tensor, Tensor]:
-    """out [B, H, M, E], laid out as (B, M, H, E), and the LSE [B, H, M], float32."""
+def forward(call: Call) -> tuple[Tensor, Tensor | None]:
+    """out [B, H, M, E], laid out as (B, M, H, E), and the LSE [B, H, M], float32, if wanted."""
     key = ("forward", *_key(call))
     prepared = _prepared.get(key)
     if prepared is None:
         prepared = _keep(key, _prepare_forward(call))
-    query = call.query
-    out, lse = [
-        query.new_empty_strided(shape, strides, dtype=dtype)
-        for shape, strides, dtype in prepared.made
-    ]
-    prepared.program.run(*_where([*_present(call), out, lse]))
-    return out, lse
+    made = prepared.allocate(call.query)
+    prepared.program.run(*_where([*call.tensors(), *made]))
+    return made[0], made[1] if len(made) > 1 else None
 
 
 def _prepare_forward(call: Call) -> _Prepared:
     batch, heads, q_len, _ = call.query.shape
-    out = call.query.new_empty((batch, q_len, heads, call.value.shape[3])).transpose(1, 2)
-    lse = call.query.new_empty((batch, heads, q_len), dtype=torch.float32)
-    tensors = [*_present(call), out, lse]
-    *_, out_array, lse_array = _arrays(tensors)
+    made = [call.query.new_empty((batch, q_len, heads, call.value.shape[3])).transpose(1, 2)]
+    if call.problem.return_lse or call.problem.gradients:
+        made.append(call.query.new_empty((batch, heads, q_len), dtype=torch.float32))
+    tensors = [*call.tensors(), *made]
+    out, *lse = _arrays(tensors)[-len(made) :]
     launches = plan.forward(
         _described(call, tensors),
-        out_array,
-        lse_array,
+        out,
+        lse[0] if lse else None,
         capability=_capability(call),
         allow_tf32=call.problem.allow_tf32,
     )
-    return _Prepared(Program(launches, _target(call)), _made(out, lse))
+    return _Prepared(Program(launches, _target(call)), _made(made))
 
 
 def backward(
@@ -73,7 +73,7 @@ def backward(
     wanted: Gradients,
 ) -> Gradients:
     """The wanted gradients, each in its input's dtype; bitwise repeatable."""
-    out = _unit(out.to(call.query.dtype))
+    out = _unit(out if out.dtype == call.query.dtype else out.to(call.query.dtype))
     d_out = torch.zeros_like(out) if d_out is None else _unit(d_out)
     given = [out, lse.contiguous(), d_out]
     if d_lse is not None:
@@ -82,18 +82,14 @@ def backward(
     every = (call.query, call.key, call.value, call.sinks, *parameters)
     flags = (*wanted[:4], *wanted.bias)
     made = [torch.empty_like(tensor) for tensor in compress(every, flags)]
-    tensors = [*_present(call), *given, *made]
+    tensors = [*call.tensors(), *given, *made]
 
     layouts = (out.stride(), d_out.stride(), d_out.data_ptr() & 15, d_lse is None)
     key = ("backward", flags, layouts, *_key(call))
     prepared = _prepared.get(key)
     if prepared is None:
         prepared = _keep(key, _prepare_backward(call, tensors, len(given), wanted))
-    tensors += [
-        call.query.new_empty_strided(shape, strides, dtype=dtype)
-        for shape, strides, dtype in prepared.made
-    ]
-    prepared.program.run(*_where(tensors))
+    prepared.program.run(*_where([*tensors, *prepared.allocate(call.query)]))
     return _gradients(flags, made)
 
 
@@ -108,7 +104,7 @@ def _prepare_backward(
         for each in needed.values()
     ]
     arrays = _arrays([*tensors, *memory])
-    own = len(_present(call))
+    own = len(call.tensors())
     out, lse, d_out, *rest = arrays[own : own + given]
     launches = plan.backward(
         _described(call, tensors),
@@ -121,10 +117,10 @@ def _prepare_backward(
         capability=_capability(call),
         allow_tf32=call.problem.allow_tf32,
     )
-    return _Prepared(Program(launches, _target(call)), _made(*memory))
+    return _Prepared(Program(launches, _target(call)), _made(memory))
 
 
-def _made(*tensors: Tensor) -> tuple[_Made, ...]:
+def _made(tensors: Sequence[Tensor]) -> tuple[_Made, ...]:
     return tuple(_Made(tuple(each.shape), each.stride(), each.dtype) for each in tensors)
 
 
@@ -148,14 +144,9 @@ def _key(call: Call) -> tuple[Hashable, ...]:
     return call.problem, start, seed
 
 
-def _present(call: Call) -> list[Tensor]:
-    return [tensor for tensor in call.tensors() if tensor is not None]
-
-
 def _described(call: Call, tensors: Sequence[Tensor]) -> Call:
     """The call with arrays, whose addresses are slots, in the place of its tensors."""
-    arrays = iter(_arrays(tensors))
-    return call.with_tensors([None if t is None else next(arrays) for t in call.tensors()])
+    return call.with_tensors(_arrays(tensors))
 
 
 def _arrays(tensors: Sequence[Tensor]) -> list[Array]:

@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 
 from limelight.adapters.base import Adapter, Arguments, Plan
 from limelight.adapters.torch import eager, operator
-from limelight.adapters.torch.plan import TorchPlan, autocasts, kind_of
+from limelight.adapters.torch.plan import TorchPlan, autocasts, kind_of, rounded
 from limelight.devices import CPU, Device
 from limelight.dispatch import Choice, allowed
 from limelight.errors import invalid, invalid_type
@@ -174,9 +174,7 @@ class TorchAdapter(Adapter):
             plan = self.plan(arguments)
             with_gradients = plan.choice.problem.gradients
             out, lse = eager.attention(plan) if with_gradients else plan.forward()
-            dtype = plan.call.query.dtype
-            if out.dtype != dtype:
-                out = out.to(dtype)
+            out = rounded(out, plan.call.query)
         return (out, lse) if arguments.return_lse else out
 
 

@@ -12,42 +12,42 @@ import torch
 from torch import Tensor
 
 from limelight.adapters.base import Plan
-from limelight.adapters.torch.gradients import double_backward, present, spread
-from limelight.adapters.torch.plan import TorchPlan
+from limelight.adapters.torch.gradients import double_backward, spread
+from limelight.adapters.torch.plan import TorchPlan, rounded
 from limelight.call import Call, Gradients
 from limelight.dispatch import Choice, note
 
 
-def attention(plan: Plan) -> tuple[Tensor, Tensor]:
-    """out and LSE, connected to autograd."""
+def attention(plan: Plan) -> tuple[Tensor, Tensor | None]:
+    """out, and the LSE where the problem asks for it, connected to autograd."""
     tensors = plan.call.tensors()
-    shell = plan.call.with_tensors([None if tensor is None else ... for tensor in tensors])
-    return _Attention.apply(shell, plan.choice, plan, *tensors)
+    shell = plan.call.with_tensors([...] * len(tensors))
+    found = _Attention.apply(shell, plan.choice, plan, *tensors)
+    return found if plan.choice.problem.return_lse else (found, None)
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, shell: Call, choice: Choice, plan: Plan, *tensors: Any
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, shell: Call, choice: Choice, plan: Plan, *tensors: Any) -> Any:
         # `plan` holds the tensors, so it is used and let go.
         wide, lse = plan.forward()
         ctx.save_for_backward(wide, lse, *tensors)
         ctx.shell, ctx.choice = shell, choice
         ctx.set_materialize_grads(False)
-        return wide.to(plan.call.query.dtype), lse
+        out = rounded(wide, plan.call.query)
+        return (out, lse) if choice.problem.return_lse else out
 
     @staticmethod
-    def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None = None) -> Any:  # type: ignore[override]
         out, lse, *tensors = ctx.saved_tensors
         needs = ctx.needs_input_grad[3:]
         if torch.is_grad_enabled():  # a second derivative may follow
             gradients = _AttentionBackward.apply(
                 ctx.shell, ctx.choice, needs, d_out, d_lse, out, lse, *tensors
             )
-        else:
-            gradients = _gradients(ctx.shell, ctx.choice, needs, d_out, d_lse, out, lse, tensors)
-        return None, None, None, *spread(gradients, needs)
+            return None, None, None, *spread(gradients, needs)
+        each = _gradients(ctx.shell, ctx.choice, needs, d_out, d_lse, out, lse, tensors)
+        return None, None, None, *each, *[None] * (len(tensors) - len(each))
 
 
 def _gradients(
@@ -58,14 +58,19 @@ def _gradients(
     d_lse: Tensor | None,
     out: Tensor,
     lse: Tensor,
-    tensors: Sequence[Tensor | None],
-) -> tuple[Tensor, ...]:
-    """The gradients that are needed, in the order of `Call.tensors()`."""
-    call = shell.with_tensors(list(tensors))
-    parameters = len(call.bias.tensors()) if call.bias is not None else 0
-    query, key, value, sinks, *rest = needs
-    wanted = Gradients(query, key, value, sinks, tuple(rest[:parameters]))
-    return present(TorchPlan(call, choice).backward(out, lse, d_out, d_lse, wanted))
+    tensors: Sequence[Tensor],
+) -> list[Tensor | None]:
+    """The gradients of the tensors that can have one, which come first; None where unneeded."""
+    call = shell.with_tensors(tensors)
+    first = 3 if call.sinks is None else 4
+    parameters = 0 if call.bias is None else len(call.bias.tensors())
+    wanted = Gradients(
+        *needs[:3],
+        sinks=call.sinks is not None and needs[3],
+        bias=tuple(needs[first : first + parameters]),
+    )
+    found = TorchPlan(call, choice).backward(out, lse, d_out, d_lse, wanted)
+    return [*found[:first], *found.bias]
 
 
 class _AttentionBackward(torch.autograd.Function):
@@ -81,11 +86,11 @@ class _AttentionBackward(torch.autograd.Function):
         lse: Tensor,
         *tensors: Any,
     ) -> tuple[Tensor, ...]:
-        gradients = _gradients(shell, choice, needs, d_out, d_lse, out, lse, tensors)
+        each = _gradients(shell, choice, needs, d_out, d_lse, out, lse, tensors)
         ctx.save_for_backward(d_out, d_lse, *tensors)
         ctx.shell, ctx.choice, ctx.needs = shell, choice, needs
         ctx.set_materialize_grads(False)
-        return gradients
+        return tuple([gradient for gradient in each if gradient is not None])
 
     @staticmethod
     def backward(ctx: Any, *d_gradients: Tensor | None) -> Any:

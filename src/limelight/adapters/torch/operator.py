@@ -51,7 +51,6 @@ def attention(adapter: TorchAdapter, a: Arguments) -> tuple[Tensor, Tensor]:
         "bias": "null" if a.bias is None else a.bias.spec(),
         "mask": "null" if a.mask is None else a.mask.spec(),
         "from_end": _truth(isinstance(start, str)),
-        "return_lse": _truth(a.return_lse),
         "deterministic": _truth(a.deterministic),
         "gradients": _names(adapter.gradients(a)),
         "allowed": "null" if restriction is None else _names(restriction),
@@ -104,7 +103,7 @@ def _arguments(tensors: Sequence[Tensor | None], spec: str, *numbers: Any) -> Ar
         sinks=named.get("sinks"),
         dropout_p=dropout_p,
         seed=named.get("seed"),
-        return_lse=fields["return_lse"],
+        return_lse=True,  # the backward needs it
         deterministic=fields["deterministic"],
         gradients=fields["gradients"],
     )

@@ -29,6 +29,11 @@ def without_autocast(kind: str) -> AbstractContextManager[Any]:
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else _NOTHING
 
 
+def rounded(wide: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """A backend's output in the query's dtype."""
+    return wide if wide.dtype == query.dtype else wide.to(query.dtype)
+
+
 def kind_of(tensor: torch.Tensor) -> str:
     """The type of its device: "cpu", "cuda", ..."""
     return "cuda" if tensor.is_cuda else tensor.device.type  # which takes ten times as long
