@@ -371,3 +371,14 @@ def test_window_and_dense_mask_together(backend, device):
     mask = SlidingWindow(3, 1) & DenseMask(torch.rand(4, 20, 20, device=device) > 0.3)
     backend.runs(q, k, v, mask=mask)
     check(q, k, v, mask=mask)
+
+
+@pytest.mark.parametrize("factor", [1.0, 1e9])
+def test_long_float32(device, factor):
+    """On Hopper such heads are split into halves, but for one whose channels are too far apart."""
+    named, options = everything(device, batch=1, q_len=513, kv_len=530, head_dim=32)
+    q, k, v = named["query"], named["key"], named["value"]
+    with torch.no_grad():
+        q[0, : q.shape[1] // k.shape[1], :, ::2] *= factor
+        k[0, 0, :, ::2] /= factor
+    check(q, k, v, **options)

@@ -77,12 +77,15 @@ def launches(call: Call, capability: int) -> list[Launch]:
     lse = array((batch, heads, q_len), "float32")
     bias = call.bias.tensors() if call.bias is not None else []
     wanted = Gradients(call.query, call.key, call.value, call.sinks, tuple(bias))
-    memory = {
-        name: array(shape, dtype)
-        for name, (shape, dtype) in plan.scratch(call, wanted, capability).items()
-    }
-    return plan.forward(call, out, lse, capability=capability) + plan.backward(
-        call, out, lse, out, None, wanted, memory, capability=capability
+    memory, more = (
+        {name: array(shape, dtype) for name, (shape, dtype) in needed.items()}
+        for needed in (
+            plan.forward_scratch(call, capability),
+            plan.scratch(call, wanted, capability),
+        )
+    )
+    return plan.forward(call, out, lse, memory, capability=capability) + plan.backward(
+        call, out, lse, out, None, wanted, more, capability=capability
     )
 
 
@@ -92,10 +95,16 @@ def main(capability: int, dtype: str, dim: int) -> None:
     A process that interprets cannot compile, and a compiler that fails may abort its process.
     """
     found = {
-        launch.kernel.__name__: asdict(resources(launch, capability))
+        _name(launch): asdict(resources(launch, capability))
         for launch in launches(problem(dtype, dim), capability)
     }
     print(json.dumps(found))
+
+
+def _name(launch: Launch) -> str:
+    options = launch.arguments.get("options")
+    halves = options is not None and options.precision == "fp16x3"
+    return launch.kernel.__name__ + " in halves" * halves
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from triton.runtime.interpreter import InterpretedFunction, _patch_lang
 
 from limelight.call import Call, Gradients
 from limelight.kernels import plan
-from limelight.kernels.launch import Array, Launch, Scalar
+from limelight.kernels.launch import Array, Launch, Scalar, Shape
 
 _patched: set[int] = set()
 
@@ -95,7 +95,10 @@ def forward(call: Call, capability: int = 80) -> tuple[torch.Tensor, torch.Tenso
     out = torch.full((batch, q_len, heads, call.value.shape[3]), math.nan, dtype=call.query.dtype)
     out = out.transpose(1, 2)
     lse = torch.full((batch, heads, q_len), math.nan)
-    run(plan.forward(on_device(call), array(out), array(lse), capability=capability))
+    described = on_device(call)
+    memory = _scratch(plan.forward_scratch(described, capability))
+    arrays = {name: array(tensor) for name, tensor in memory.items()}
+    run(plan.forward(described, array(out), array(lse), arrays, capability=capability))
     return out, lse
 
 
@@ -115,10 +118,7 @@ def backward(
         *map(_poisoned, inputs, wanted[:4]), tuple(map(_poisoned, parameters, wanted.bias))
     )
     described = on_device(call)
-    memory = {
-        name: torch.full(shape, math.nan)
-        for name, (shape, _) in plan.scratch(described, wanted, capability).items()
-    }
+    memory = _scratch(plan.scratch(described, wanted, capability))
     launches = plan.backward(
         described,
         array(out),
@@ -131,6 +131,13 @@ def backward(
     )
     run(launches)
     return outputs
+
+
+def _scratch(needed: dict[str, Shape]) -> dict[str, torch.Tensor]:
+    return {
+        name: torch.full(shape, math.nan, dtype=getattr(torch, dtype))
+        for name, (shape, dtype) in needed.items()
+    }
 
 
 def _poisoned(tensor: torch.Tensor | None, wanted: object) -> torch.Tensor | None:

@@ -77,10 +77,10 @@ def case(
     return replace(call, **others)
 
 
-def check(call: Call, budget: float | None = None) -> None:
+def check(call: Call, budget: float | None = None, capability: int = 80) -> None:
     """Output, log-sum-exp and every gradient."""
     budget = budget or BUDGET[call.query.dtype]
-    out, lse = interpreter.forward(call)
+    out, lse = interpreter.forward(call, capability)
     generator = torch.Generator().manual_seed(1)
     d_out = torch.randn(out.shape, generator=generator).to(out.dtype)
     d_lse = torch.randn(lse.shape, generator=generator)
@@ -106,7 +106,7 @@ def check(call: Call, budget: float | None = None) -> None:
     assert np.abs(lse.double().numpy() - expected.lse)[~empty].max(initial=0.0) < 10 * budget
     parameters = call.bias.tensors() if call.bias is not None else ()
     wanted = Gradients(True, True, True, call.sinks is not None, (True,) * len(parameters))
-    found = interpreter.backward(call, out, lse, d_out, d_lse, wanted)
+    found = interpreter.backward(call, out, lse, d_out, d_lse, wanted, capability)
     for name, gradient, wish in zip(
         Gradients._fields, found[:4], expected.gradients[:4], strict=False
     ):
@@ -316,3 +316,103 @@ def test_batches_of_nothing() -> None:
         wanted = Gradients(1, 1, 1, 0, ())
         found = interpreter.backward(call, out, lse, torch.zeros_like(out), None, wanted)
         assert not any(gradient.any() for gradient in found[:3])
+
+
+@pytest.fixture
+def units(monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
+    """Has float32 split into halves at small sizes too, and gets the "units" of what was split."""
+    memory: dict[str, torch.Tensor] = {}
+    scratch = interpreter._scratch
+
+    def kept(needed: Any) -> dict[str, torch.Tensor]:
+        memory.clear()
+        memory.update(scratch(needed))
+        return memory
+
+    monkeypatch.setattr(interpreter, "_scratch", kept)
+    monkeypatch.setattr(configs, "HALVES_FROM", 1)
+    monkeypatch.setattr(configs, "SPLIT", Config(16, 1, 4, 1))
+    return memory
+
+
+IN_HALVES = {
+    "causal, grouped heads": {
+        "mask": ll.Causal(),
+        "query_start": 15,
+        "batch": 1,
+        "heads": 4,
+        "kv_heads": 2,
+        "q_len": 20,
+        "kv_len": 35,
+    },
+    "gaps and slopes": {"mask": MASKS["dense"], "bias": BIASES["alibi"]},
+    "softcap, dropout": {"softcap": 2.0, "dropout_p": 0.3, "seed": 5, "head_dim": 24, "q_len": 20},
+}
+
+
+@pytest.mark.parametrize("others", IN_HALVES.values(), ids=IN_HALVES.keys())
+def test_halves(units: dict[str, torch.Tensor], others: dict[str, Any]) -> None:
+    check(case(**others), capability=90)
+    assert (units["units"] > 0).all()
+
+
+def channels(factor: float) -> torch.Tensor:
+    """Every other channel so much larger."""
+    return torch.tensor([factor, 1.0]).repeat(8)
+
+
+def spread(call: Call) -> Call:
+    """Numbers between 1e-6 and 1e6, all as likely."""
+    tensors = {}
+    for n, name in enumerate(("query", "key", "value")):
+        tensor = getattr(call, name)
+        draw = torch.rand(tensor.shape, generator=torch.Generator().manual_seed(n))
+        tensors[name] = tensor.sign() * 10 ** (12 * draw - 6)
+    return replace(call, **tensors, scale=1e-12)
+
+
+AWKWARD = {
+    "mean": (lambda c: replace(c, value=c.value + 100), True),
+    "tiny and huge": (lambda c: replace(c, query=c.query * 1e-12, key=c.key * 1e12), True),
+    "channels": (lambda c: replace(c, key=c.key * channels(1e5), value=c.value / 9e9), True),
+    "channels that balance": (
+        lambda c: replace(c, query=c.query * channels(1e6), key=c.key / channels(1e6)),
+        True,
+    ),
+    "channels too far apart": (
+        lambda c: replace(c, query=c.query * channels(1e9), key=c.key / channels(1e9)),
+        False,
+    ),
+    "spread": (spread, True),
+}
+
+
+@pytest.mark.parametrize(("change", "fits"), AWKWARD.values(), ids=AWKWARD.keys())
+def test_halves_of_awkward_numbers(units: dict[str, torch.Tensor], change: Any, fits: bool) -> None:
+    """At most twice the error of IEEE products, or of rounding, whichever launch takes a head."""
+    call = change(case(batch=1, q_len=32, kv_len=16))
+    d_out = random(*call.query.shape)
+    expected = reference.attention(call.query, call.key, call.value, scale=call.scale, d_out=d_out)
+    errors = []
+    for capability in (90, 60):
+        out, lse = interpreter.forward(call, capability)
+        wanted = Gradients(True, True, True, False, ())
+        found = interpreter.backward(call, out, lse, d_out, None, wanted, capability)
+        if capability == 90:
+            assert (units["units"] > 0).all() == fits
+        pairs = zip((out, *found[:3]), (expected.out, *expected.gradients[:3]), strict=True)
+        errors.append(
+            [np.linalg.norm(a.double().numpy() - b) / np.linalg.norm(b) for a, b in pairs]
+        )
+    for ours, ieee in zip(*errors, strict=True):
+        assert ours <= 2 * max(ieee, 2**-24)
+
+
+@pytest.mark.parametrize("poison", [math.nan, 1e30])
+def test_halves_beside_hidden_keys(units: dict[str, torch.Tensor], poison: float) -> None:
+    """They may hold anything: such a head is not split."""
+    call = case(mask=lengths(20, 53))
+    for tensor in (call.key, call.value):
+        tensor[0, :, 20:] = poison
+    check(call, capability=90)
+    assert (units["units"] > 0).all(dim=2).flatten().tolist() == [False, True]

@@ -30,12 +30,17 @@ def program(module: str, *arguments: object) -> str:
         (61, "float16", 64, 8),
         (75, "float16", 128, 8),
         (80, "float32", 64, 8),
+        (90, "float32", 64, 280),  # of dK and dV in TF32; in halves 176
         (90, "bfloat16", 64, 96),  # of the keys' gradients: the fastest spills, outside its loops
     ],
 )
 def test_resources_are_as_recorded(capability: int, dtype: str, dim: int, stack: int) -> None:
     found = json.loads(program("compiling", capability, dtype, dim))
-    assert {"forward", "row_numbers", "key_gradients", "query_gradient"} == set(found)
+    names = {"forward", "row_numbers", "key_gradients", "query_gradient"}
+    if (capability, dtype) == (90, "float32"):
+        names |= {"measure_peaks", "split_into_halves"}
+        names |= {f"{name} in halves" for name in ("forward", "key_gradients", "query_gradient")}
+    assert names == set(found)
     limit = _SHARED_MEMORY[divmod(capability, 10)]
     for name, resources in found.items():
         assert resources["stack"] <= stack, name  # bytes of a thread

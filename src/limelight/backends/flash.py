@@ -75,9 +75,13 @@ class Flash(Backend):
         capability = problem.device.compute_capability
         if capability is None:
             return None
-        item = 4 if problem.dtype == "float32" else 2
-        dim = max(problem.head_dim, problem.value_dim)
-        found = configs.forward(capability[0] * 10 + capability[1], item, dim)
+        major, minor = capability
+        target, dim = major * 10 + minor, max(problem.head_dim, problem.value_dim)
+        lengths = (problem.q_len, problem.kv_len)
+        item = configs.item(problem.dtype)
+        if configs.in_halves(problem.dtype, target, dim, lengths, problem.allow_tf32):
+            item = configs.HALVES
+        found = configs.forward(target, item, dim)
         return TileConfig(found.rows, found.keys, found.source)
 
     def forward(self, call: Call) -> tuple[Any, Any]:

@@ -85,9 +85,13 @@ def terms(call: Call) -> dict[str, Any]:
     }
 
 
-def numbers_and_options(call: Call, capability: int, allow_tf32: bool) -> dict[str, Any]:
-    """The scalars and options that every kernel which makes scores takes."""
+def sizes(call: Call) -> Sizes:
     size = call.size
+    return Sizes(i32(size.q_heads), i32(call.group), i32(size.q_len), i32(size.kv_len))
+
+
+def numbers_and_options(call: Call, precision: str) -> dict[str, Any]:
+    """The scalars and options that every kernel which makes scores takes."""
     threshold = dropout.threshold(call.dropout_p)
     everything_dropped = threshold >= 2**32
     hides = call.bias is not None and call.bias.hides()
@@ -109,13 +113,12 @@ def numbers_and_options(call: Call, capability: int, allow_tf32: bool) -> dict[s
         late_scale=late_scale,
         all_partial=hides,
         gaps=hides or (call.mask is not None and call.mask.has_gaps()),
-        precision=_precision(call.query.dtype, capability, allow_tf32),
+        precision=precision,
     )
-    sizes = Sizes(i32(size.q_heads), i32(call.group), i32(size.q_len), i32(size.kv_len))
-    return {"sizes": sizes, "numbers": numbers, "options": options}
+    return {"sizes": sizes(call), "numbers": numbers, "options": options}
 
 
-def _precision(dtype: str, capability: int, allow_tf32: bool) -> str:
+def precision(dtype: str, capability: int, allow_tf32: bool) -> str:
     if dtype != "float32":
         return "tf32"  # Triton's default; it says nothing about products of 16 bits
     if capability < 80:

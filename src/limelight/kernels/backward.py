@@ -13,6 +13,16 @@ import triton.language as tl
 
 from limelight.kernels import dropout, ranges
 from limelight.kernels.forward import Keys, program_tile
+from limelight.kernels.products import (
+    add_dot,
+    dot,
+    is_elsewhere,
+    load,
+    operand,
+    transposed,
+    units_of,
+    zero_unseen,
+)
 from limelight.kernels.row_numbers import ROW_NUMBERS, load_row_numbers
 from limelight.kernels.scores import (
     d_products_of,
@@ -22,18 +32,17 @@ from limelight.kernels.scores import (
     place,
     scores_of,
     weights_of,
-    zero_unseen,
 )
-from limelight.kernels.tiles import head_of, is_given, load_rows, padded, store_rows
+from limelight.kernels.tiles import head_of, is_given, padded, store_rows
+
+SLOPE_ROWS = tl.constexpr(16)  # that any tile of queries is a multiple of
 
 
 class Rows(NamedTuple):
     """What a walk over queries reads: one head of queries and what belongs to its rows."""
 
     query: Any
-    query_stride: Any
     d_out: Any
-    d_out_stride: Any
     numbers: Any  # see row_numbers.py
 
 
@@ -48,22 +57,20 @@ class QuerySums(NamedTuple):
 
 
 @triton.jit
-def rows_of(query, d_out, row_numbers, strides, matrix, sizes):
+def rows_of(query, d_out, row_numbers, unit, strides, matrix, sizes):
     """The Rows of one head."""
     batch, head = matrix.batch, matrix.head
     first = (batch.to(tl.int64) * sizes.q_heads + head) * sizes.q_len
     return Rows(
-        head_of(query, strides.query, batch, head),
-        strides.query.row,
-        head_of(d_out, strides.d_out, batch, head),
-        strides.d_out.row,
+        operand(query, strides.query, batch, head, unit.query),
+        operand(d_out, strides.d_out, batch, head, unit.d_out),
         row_numbers + first * ROW_NUMBERS,
     )
 
 
 @triton.jit
 def key_gradients(
-    query, key, value, query_starts, seeds, masks, biases, d_out, row_numbers,
+    query, key, value, query_starts, seeds, masks, biases, d_out, row_numbers, units,
     d_key, d_value,
     strides, sizes, numbers, options,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
@@ -77,13 +84,16 @@ def key_gradients(
     kv_heads = sizes.q_heads // sizes.group
     kv_head = tl.program_id(0) // tiles % kv_heads
     batch = tl.program_id(0) // tiles // kv_heads
-    k_tile = load_rows(
-        head_of(key, strides.key, batch, kv_head), strides.key.row, first_key, 0, sizes.kv_len,
-        HEAD_DIM, TILE_N, BOUNDED=True,
+    unit = units_of(units, batch, kv_head, sizes)
+    if is_elsewhere(unit, options):
+        return
+    k_tile = load(
+        operand(key, strides.key, batch, kv_head, unit.key), first_key, 0, sizes.kv_len,
+        HEAD_DIM, TILE_N, True, options,
     )  # [N, D]  # fmt: skip
-    v_tile = load_rows(
-        head_of(value, strides.value, batch, kv_head), strides.value.row, first_key, 0,
-        sizes.kv_len, VALUE_DIM, TILE_N, BOUNDED=True,
+    v_tile = load(
+        operand(value, strides.value, batch, kv_head, unit.value), first_key, 0, sizes.kv_len,
+        VALUE_DIM, TILE_N, True, options,
     )  # [N, E]  # fmt: skip
     seed = dropout.seed_of(seeds, numbers)
     sums = KeyGradients(
@@ -92,19 +102,19 @@ def key_gradients(
     )
     for head in tl.range(kv_head * sizes.group, (kv_head + 1) * sizes.group):
         matrix = matrix_of(batch, head, query_starts, sizes, numbers)
-        rows = rows_of(query, d_out, row_numbers, strides, matrix, sizes)
+        rows = rows_of(query, d_out, row_numbers, unit, strides, matrix, sizes)
         stop_key = min(first_key + TILE_N, sizes.kv_len)
         walk = ranges.queries_of(first_key, stop_key, masks, matrix, TILE_M, options.all_partial)
         for q_tile in tl.range(walk.full_first, walk.full_last):
             sums = _add_queries(
                 sums, k_tile, v_tile, first_key, q_tile * TILE_M, rows, walk, matrix, masks, biases,
-                seed, numbers, options, HEAD_DIM, VALUE_DIM, TILE_M, PARTIAL=False,
+                seed, numbers, options, HEAD_DIM, VALUE_DIM, TILE_M, TILE_N, PARTIAL=False,
             )  # fmt: skip
         for i in tl.range(0, walk.partial_count):
             sums = _add_queries(
                 sums, k_tile, v_tile, first_key, ranges.partial_tile(walk, i) * TILE_M, rows, walk,
                 matrix, masks, biases, seed, numbers, options, HEAD_DIM, VALUE_DIM, TILE_M,
-                PARTIAL=True,
+                TILE_N, PARTIAL=True,
             )  # fmt: skip
     stop = tl.where(is_given(d_key), sizes.kv_len, 0)
     d_key_head = head_of(d_key, strides.d_key, batch, kv_head)
@@ -119,20 +129,23 @@ def key_gradients(
 def _add_queries(
     sums, k_tile, v_tile, first_key, first_row, rows, walk, matrix, masks, biases, seed, numbers,
     options,
-    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TILE_M: tl.constexpr, PARTIAL: tl.constexpr,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    PARTIAL: tl.constexpr,
 ):  # fmt: skip
     """The sums after one more tile of queries."""
-    TILE_N: tl.constexpr = k_tile.shape[0]
     row = first_row + tl.arange(0, TILE_M)
-    q_tile = load_rows(
-        rows.query, rows.query_stride, first_row, 0, matrix.q_len, HEAD_DIM, TILE_M, PARTIAL
+    q_tile = load(
+        rows.query, first_row, 0, matrix.q_len, HEAD_DIM, TILE_M, PARTIAL, options
     )  # [M, D]
-    d_out_tile = load_rows(
-        rows.d_out, rows.d_out_stride, first_row, 0, matrix.q_len, VALUE_DIM, TILE_M, PARTIAL
+    d_out_tile = load(
+        rows.d_out, first_row, 0, matrix.q_len, VALUE_DIM, TILE_M, PARTIAL, options
     )  # [M, E]
     shift, delta = load_row_numbers(rows.numbers, first_row, matrix.q_len, TILE_M, PARTIAL)
-    products = tl.dot(k_tile, tl.trans(q_tile), input_precision=options.precision)  # [N, M]
-    d_weights = tl.dot(v_tile, tl.trans(d_out_tile), input_precision=options.precision)  # [N, M]
+    products = dot(k_tile, transposed(q_tile, options), options)  # [N, M]
+    # Made early, d_weights leave d_value's product to run beside what follows; halves have too few
+    # registers for that.
+    if options.precision != "fp16x3":
+        d_weights = dot(v_tile, transposed(d_out_tile, options), options)  # [N, M]
     at = place(matrix, first_row, first_key, TILE_M, TILE_N, TRANSPOSED=True)
     scores, saturation = scores_of(products, at, masks, biases, numbers, options, PARTIAL)
     if PARTIAL:
@@ -141,19 +154,20 @@ def _add_queries(
     kept = weights
     if options.dropout:
         kept = dropout.apply_transposed(weights, seed, matrix, first_row, first_key, numbers)
+    d_value = add_dot(kept, d_out_tile, sums.d_value, options)
+    if options.precision == "fp16x3":
+        d_weights = dot(v_tile, transposed(d_out_tile, options), options)
+    if options.dropout:
         d_weights = dropout.apply_transposed(d_weights, seed, matrix, first_row, first_key, numbers)
-    d_value = tl.dot(
-        kept.to(d_out_tile.dtype), d_out_tile, sums.d_value, input_precision=options.precision
-    )
     d_scores = d_scores_of(weights, d_weights, delta[None, :], PARTIAL)
-    d_products = d_products_of(d_scores, saturation, options).to(q_tile.dtype)
-    d_key = tl.dot(d_products, q_tile, sums.d_key, input_precision=options.precision)
+    d_products = d_products_of(d_scores, saturation, options)
+    d_key = add_dot(d_products, q_tile, sums.d_key, options)
     return KeyGradients(d_key, d_value)
 
 
 @triton.jit
 def query_gradient(
-    query, key, value, query_starts, seeds, masks, biases, d_out, row_numbers,
+    query, key, value, query_starts, seeds, masks, biases, d_out, row_numbers, units,
     d_query, slope_sums,
     strides, sizes, numbers, options, folded,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
@@ -161,27 +175,26 @@ def query_gradient(
     """d_query [B, H, M, D], which may be null. Grid: tiles of queries * H * B.
 
     folded: of each bias, whether the gradient of its number per head is wanted; slope_sums
-    [biases, B, H, tiles] float32 takes each tile's part.
+    [biases, B, H, parts] float32 takes the sum of every SLOPE_ROWS rows.
     """
     tile, head, batch = program_tile(sizes, TILE_M)
+    kv_head = head // sizes.group
+    unit = units_of(units, batch, kv_head, sizes)
+    if is_elsewhere(unit, options):
+        return
     matrix = matrix_of(batch, head, query_starts, sizes, numbers)
-    rows = rows_of(query, d_out, row_numbers, strides, matrix, sizes)
+    rows = rows_of(query, d_out, row_numbers, unit, strides, matrix, sizes)
     first_row = tile * TILE_M
     row = first_row + tl.arange(0, TILE_M)
     stop_row = min(first_row + TILE_M, sizes.q_len)
-    q_tile = load_rows(
-        rows.query, rows.query_stride, first_row, 0, sizes.q_len, HEAD_DIM, TILE_M, BOUNDED=True
-    )  # [M, D]
-    d_out_tile = load_rows(
-        rows.d_out, rows.d_out_stride, first_row, 0, sizes.q_len, VALUE_DIM, TILE_M, BOUNDED=True
+    q_tile = load(rows.query, first_row, 0, sizes.q_len, HEAD_DIM, TILE_M, True, options)  # [M, D]
+    d_out_tile = load(
+        rows.d_out, first_row, 0, sizes.q_len, VALUE_DIM, TILE_M, True, options
     )  # [M, E]
     shift, delta = load_row_numbers(rows.numbers, first_row, sizes.q_len, TILE_M, BOUNDED=True)
-    kv_head = head // sizes.group
     keys = Keys(
-        head_of(key, strides.key, batch, kv_head),
-        strides.key.row,
-        head_of(value, strides.value, batch, kv_head),
-        strides.value.row,
+        operand(key, strides.key, batch, kv_head, unit.key),
+        operand(value, strides.value, batch, kv_head, unit.value),
     )
     walk = ranges.keys_of(
         matrix.query_start + first_row, matrix.query_start + stop_row, masks, matrix, TILE_N,
@@ -207,9 +220,13 @@ def query_gradient(
     store_rows(d_query_head, strides.d_query.row, first_row, stop, d_query_tile, HEAD_DIM, TILE_M)
     for i in tl.static_range(len(folded)):
         if folded[i]:
-            programs = tl.num_programs(0)
-            this = (batch * sizes.q_heads + head) * tl.cdiv(sizes.q_len, TILE_M) + tile
-            tl.store(slope_sums + i * programs + this, tl.sum(sums.slopes[i], 0))
+            parts = tl.cdiv(sizes.q_len, SLOPE_ROWS)
+            part = first_row // SLOPE_ROWS + tl.arange(0, TILE_M // SLOPE_ROWS)
+            matrices = tl.num_programs(0) // tl.cdiv(sizes.q_len, TILE_M)
+            this = i * matrices + batch * sizes.q_heads + head
+            sums_of_rows = tl.reshape(sums.slopes[i], [TILE_M // SLOPE_ROWS, SLOPE_ROWS])
+            places = slope_sums + tl.cast(this, tl.int64) * parts + part
+            tl.store(places, tl.sum(sums_of_rows, 1), mask=part < parts)
 
 
 @triton.jit
@@ -219,15 +236,15 @@ def _add_keys(
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TILE_N: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
     """The sums after one more tile of keys."""
-    k_tile = load_rows(
-        keys.key, keys.key_stride, first_key, walk.low, walk.high, HEAD_DIM, TILE_N, PARTIAL
+    k_tile = load(
+        keys.key, first_key, walk.low, walk.high, HEAD_DIM, TILE_N, PARTIAL, options
     )  # [N, D]
-    v_tile = load_rows(
-        keys.value, keys.value_stride, first_key, walk.low, walk.high, VALUE_DIM, TILE_N, PARTIAL
+    v_tile = load(
+        keys.value, first_key, walk.low, walk.high, VALUE_DIM, TILE_N, PARTIAL, options
     )  # [N, E]
-    products = tl.dot(q_tile, tl.trans(k_tile), input_precision=options.precision)  # [M, N]
-    d_weights = tl.dot(d_out_tile, tl.trans(v_tile), input_precision=options.precision)  # [M, N]
-    at = place(matrix, first_row, first_key, q_tile.shape[0], TILE_N)
+    products = dot(q_tile, transposed(k_tile, options), options)  # [M, N]
+    d_weights = dot(d_out_tile, transposed(v_tile, options), options)  # [M, N]
+    at = place(matrix, first_row, first_key, row.shape[0], TILE_N)
     scores, saturation = scores_of(products, at, masks, biases, numbers, options, PARTIAL)
     if PARTIAL:
         scores = hide_past_end(scores, at.k_pos, matrix.kv_len)
@@ -237,9 +254,10 @@ def _add_keys(
     d_scores = d_scores_of(weights, d_weights, delta[:, None], PARTIAL)
     slopes = _add_slopes(sums.slopes, d_scores, at, biases, folded)
     if PARTIAL and options.gaps:
-        k_tile = zero_unseen(k_tile, (weights != 0) & (row < matrix.q_len)[:, None])
-    d_products = d_products_of(d_scores, saturation, options).to(k_tile.dtype)
-    d_query = tl.dot(d_products, k_tile, sums.d_query, input_precision=options.precision)  # [M, D]
+        seen = (weights != 0) & (row < matrix.q_len)[:, None]
+        k_tile = zero_unseen(k_tile, seen, options)
+    d_products = d_products_of(d_scores, saturation, options)
+    d_query = add_dot(d_products, k_tile, sums.d_query, options)  # [M, D]
     return QuerySums(d_query, slopes)
 
 

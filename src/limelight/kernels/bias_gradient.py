@@ -10,6 +10,7 @@ import triton.language as tl
 
 from limelight.kernels import dropout, ranges
 from limelight.kernels.backward import rows_of
+from limelight.kernels.products import Units, dot, load, operand, transposed
 from limelight.kernels.row_numbers import load_row_numbers
 from limelight.kernels.scores import (
     d_scores_of,
@@ -19,7 +20,7 @@ from limelight.kernels.scores import (
     scores_of,
     weights_of,
 )
-from limelight.kernels.tiles import head_of, load_rows
+from limelight.kernels.tiles import head_of
 
 
 @triton.jit
@@ -107,26 +108,25 @@ def _d_scores(
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
     """The gradient of one tile of scores, [M, N]; zero outside the matrix."""
-    rows = rows_of(query, d_out, row_numbers, strides, matrix, sizes)
+    unit = Units(0.0, 0.0, 0.0, 0.0)
+    rows = rows_of(query, d_out, row_numbers, unit, strides, matrix, sizes)
     row = first_row + tl.arange(0, TILE_M)
     kv_head = matrix.head // sizes.group
-    q_tile = load_rows(
-        rows.query, rows.query_stride, first_row, 0, sizes.q_len, HEAD_DIM, TILE_M, BOUNDED=True
-    )  # [M, D]
-    k_tile = load_rows(
-        head_of(key, strides.key, matrix.batch, kv_head), strides.key.row, first_key, 0,
-        sizes.kv_len, HEAD_DIM, TILE_N, BOUNDED=True,
+    q_tile = load(rows.query, first_row, 0, sizes.q_len, HEAD_DIM, TILE_M, True, options)  # [M, D]
+    k_tile = load(
+        operand(key, strides.key, matrix.batch, kv_head, 0.0), first_key, 0, sizes.kv_len,
+        HEAD_DIM, TILE_N, True, options,
     )  # [N, D]  # fmt: skip
-    d_out_tile = load_rows(
-        rows.d_out, rows.d_out_stride, first_row, 0, sizes.q_len, VALUE_DIM, TILE_M, BOUNDED=True
+    d_out_tile = load(
+        rows.d_out, first_row, 0, sizes.q_len, VALUE_DIM, TILE_M, True, options
     )  # [M, E]
-    v_tile = load_rows(
-        head_of(value, strides.value, matrix.batch, kv_head), strides.value.row, first_key, 0,
-        sizes.kv_len, VALUE_DIM, TILE_N, BOUNDED=True,
+    v_tile = load(
+        operand(value, strides.value, matrix.batch, kv_head, 0.0), first_key, 0, sizes.kv_len,
+        VALUE_DIM, TILE_N, True, options,
     )  # [N, E]  # fmt: skip
     shift, delta = load_row_numbers(rows.numbers, first_row, sizes.q_len, TILE_M, BOUNDED=True)
-    products = tl.dot(q_tile, tl.trans(k_tile), input_precision=options.precision)  # [M, N]
-    d_weights = tl.dot(d_out_tile, tl.trans(v_tile), input_precision=options.precision)  # [M, N]
+    products = dot(q_tile, transposed(k_tile, options), options)  # [M, N]
+    d_weights = dot(d_out_tile, transposed(v_tile, options), options)  # [M, N]
     at = place(matrix, first_row, first_key, TILE_M, TILE_N)
     scores, _ = scores_of(products, at, masks, biases, numbers, options, PARTIAL=True)
     scores = hide_past_end(scores, at.k_pos, matrix.kv_len)

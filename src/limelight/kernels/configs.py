@@ -29,6 +29,8 @@ class Config:
     max_registers: int | None = None
 
 
+HALVES = 0  # in the place of an element's bytes: float32 in two halves
+HALVES_FROM = 512  # queries and keys
 TINY = Config(16, 16, 8, 1, SPILLS)
 
 # Each line: the least compute capability and the bytes of an element that it serves, then a Config
@@ -43,6 +45,7 @@ _FORWARD = {
         128: Config(64, 64, 4, 3, H200),
         256: Config(128, 32, 8, 2),
     },
+    (90, HALVES): {64: Config(64, 32, 4, 2, H200)},
     (90, 4): {64: Config(128, 32, 4, 2, H200), 128: Config(32, 32, 4, 2, H200), 256: TINY},
 }
 # dK and dV, a program for each tile of keys.
@@ -56,6 +59,7 @@ _KEYS = {
         128: Config(64, 128, 8, 2, H200),
         256: Config(32, 64, 8, 2, SPILLS),
     },
+    (90, HALVES): {64: Config(64, 64, 4, 1, H200)},
     (90, 4): {64: Config(32, 64, 4, 1, H200), 128: Config(32, 32, 4, 1, H200), 256: TINY},
 }
 # dQ, a program for each tile of queries.
@@ -69,6 +73,7 @@ _QUERIES = {
         128: Config(64, 32, 4, 3, H200),
         256: Config(64, 32, 8, 2),
     },
+    (90, HALVES): {64: Config(64, 64, 4, 2, H200)},
     (90, 4): {64: Config(128, 32, 8, 1, H200), 128: Config(32, 32, 4, 1, H200), 256: TINY},
 }
 # A tile of a dense bias's gradient.
@@ -80,8 +85,31 @@ _DENSE = {
     (90, 2): {64: Config(64, 128, 8, 2), 128: Config(64, 128, 8, 1), 256: Config(64, 64, 8, 1)},
     (90, 4): {64: Config(32, 16, 4, 1), 128: Config(16, 16, 8, 1), 256: TINY},
 }
+SPLIT = Config(64, 1, 4, 1)
 ROW_NUMBERS = Config(64, 1, 4, 1)
 PARTIAL_SUMS = Config(1, 128, 1, 1)
+
+
+def item(dtype: str) -> int:
+    """Bytes of an element, as the tables have them."""
+    return 4 if dtype == "float32" else 2
+
+
+def in_halves(
+    dtype: str, capability: int, dim: int, lengths: tuple[int, int], allow_tf32: bool
+) -> bool:
+    """Whether float32 is multiplied in halves, in heads that fit them.
+
+    lengths: of queries and keys. Short ones take longer to split than that saves. A head_dim of
+    128 is not measured; its dK and dV would spill 430 bytes and more.
+    """
+    return (
+        dtype == "float32"
+        and capability // 10 == 9
+        and dim <= 64
+        and min(lengths) >= HALVES_FROM
+        and not allow_tf32
+    )
 
 
 def forward(capability: int, item_bytes: int, dim: int) -> Config:

@@ -11,29 +11,36 @@ import triton
 import triton.language as tl
 
 from limelight.kernels import dropout, ranges, softmax
+from limelight.kernels.products import (
+    add_dot,
+    dot,
+    is_elsewhere,
+    load,
+    operand,
+    transposed,
+    units_of,
+    zero_unseen,
+)
 from limelight.kernels.scores import (
     exponent_factor,
     hide_past_end,
     matrix_of,
     place,
     scores_of,
-    zero_unseen,
 )
-from limelight.kernels.tiles import head_of, is_given, load_or, load_rows, padded, store_rows
+from limelight.kernels.tiles import head_of, is_given, load_or, padded, store_rows
 
 
 class Keys(NamedTuple):
-    """What the walk over keys reads: one head of keys and values."""
+    """What the walk over keys reads: one head of keys and values, as Operands."""
 
     key: Any
-    key_stride: Any
     value: Any
-    value_stride: Any
 
 
 @triton.jit
 def forward(
-    query, key, value, sinks, query_starts, seeds, masks, biases,
+    query, key, value, sinks, query_starts, seeds, masks, biases, units,
     out, lse,
     strides, sizes, numbers, options,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
@@ -44,20 +51,21 @@ def forward(
     biases/base.py. strides, sizes, numbers, options: see plan.py.
     """
     tile, head, batch = program_tile(sizes, TILE_M)
+    kv_head = head // sizes.group
+    unit = units_of(units, batch, kv_head, sizes)
+    if is_elsewhere(unit, options):
+        return
     matrix = matrix_of(batch, head, query_starts, sizes, numbers)
     first_row = tile * TILE_M
     row = first_row + tl.arange(0, TILE_M)
     stop_row = min(first_row + TILE_M, sizes.q_len)
-    q_head = head_of(query, strides.query, batch, head)
-    q_tile = load_rows(
-        q_head, strides.query.row, first_row, 0, sizes.q_len, HEAD_DIM, TILE_M, BOUNDED=True
-    )  # [M, D]
-    kv_head = head // sizes.group
+    q_tile = load(
+        operand(query, strides.query, batch, head, unit.query), first_row, 0, sizes.q_len,
+        HEAD_DIM, TILE_M, True, options,
+    )  # [M, D]  # fmt: skip
     keys = Keys(
-        head_of(key, strides.key, batch, kv_head),
-        strides.key.row,
-        head_of(value, strides.value, batch, kv_head),
-        strides.value.row,
+        operand(key, strides.key, batch, kv_head, unit.key),
+        operand(value, strides.value, batch, kv_head, unit.value),
     )
     walk = ranges.keys_of(
         matrix.query_start + first_row, matrix.query_start + stop_row, masks, matrix, TILE_N,
@@ -93,24 +101,24 @@ def _attend(
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TILE_N: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
     """The softmax's state after one more tile of keys."""
-    k_tile = load_rows(
-        keys.key, keys.key_stride, first_key, walk.low, walk.high, HEAD_DIM, TILE_N, PARTIAL
+    k_tile = load(
+        keys.key, first_key, walk.low, walk.high, HEAD_DIM, TILE_N, PARTIAL, options
     )  # [N, D]
-    products = tl.dot(q_tile, tl.trans(k_tile), input_precision=options.precision)  # [M, N]
-    at = place(matrix, first_row, first_key, q_tile.shape[0], TILE_N)
+    products = dot(q_tile, transposed(k_tile, options), options)  # [M, N]
+    at = place(matrix, first_row, first_key, row.shape[0], TILE_N)
     scores, _ = scores_of(products, at, masks, biases, numbers, options, PARTIAL)
     if PARTIAL:
         scores = hide_past_end(scores, at.k_pos, matrix.kv_len)
     state, weights = softmax.update(state, scores, exponent_factor(numbers, options), PARTIAL)
     if options.dropout:
         weights = dropout.apply(weights, seed, matrix, first_row, first_key, numbers)
-    v_tile = load_rows(
-        keys.value, keys.value_stride, first_key, walk.low, walk.high, VALUE_DIM, TILE_N, PARTIAL
+    v_tile = load(
+        keys.value, first_key, walk.low, walk.high, VALUE_DIM, TILE_N, PARTIAL, options
     )  # [N, E]
     if PARTIAL and options.gaps:
-        v_tile = zero_unseen(v_tile, (scores != float("-inf")) & (row < matrix.q_len)[:, None])
-    weights = weights.to(v_tile.dtype)
-    acc = tl.dot(weights, v_tile, state.acc, input_precision=options.precision)  # [M, E]
+        seen = (scores != float("-inf")) & (row < matrix.q_len)[:, None]
+        v_tile = zero_unseen(v_tile, seen, options)
+    acc = add_dot(weights, v_tile, state.acc, options)  # [M, E]
     return softmax.Softmax(state.row_max, state.row_sum, acc)
 
 

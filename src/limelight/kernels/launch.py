@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 POINTER_TYPES = {
     "float16": "*fp16",
@@ -71,6 +71,13 @@ def i64(value: int) -> Scalar:
 
 def f32(value: float) -> Scalar:
     return Scalar(value, "fp32")
+
+
+class Shape(NamedTuple):
+    """Scratch memory to allocate, contiguous."""
+
+    shape: tuple[int, ...]
+    dtype: str
 
 
 Path = tuple[int, ...]

@@ -11,27 +11,29 @@ from typing import Any, NamedTuple
 
 from limelight.call import Call, Gradients
 from limelight.kernels import arguments as args
-from limelight.kernels import configs
-from limelight.kernels.backward import key_gradients, query_gradient
+from limelight.kernels import configs, variants
+from limelight.kernels.backward import SLOPE_ROWS, key_gradients, query_gradient
 from limelight.kernels.bias_gradient import dense_gradient
 from limelight.kernels.configs import Config
 from limelight.kernels.forward import forward as forward_kernel
-from limelight.kernels.launch import ITEM_BYTES, Array, Launch, i32, null
+from limelight.kernels.launch import ITEM_BYTES, Array, Launch, Shape, i32, null
 from limelight.kernels.partial_sums import add_partial_sums
 from limelight.kernels.row_numbers import ROW_NUMBERS, row_numbers
+from limelight.kernels.variants import Variant
 
 
-class Shape(NamedTuple):
-    """Scratch memory to allocate, contiguous."""
-
-    shape: tuple[int, ...]
-    dtype: str
+def forward_scratch(call: Call, capability: int, allow_tf32: bool = False) -> dict[str, Shape]:
+    """The memory that `forward` needs beside its outputs."""
+    if variants.are_halves(call, capability, allow_tf32):
+        return variants.scratch(call, with_d_out=False)
+    return {}
 
 
 def forward(
     call: Call,
     out: Array,
     lse: Array | None,
+    memory: dict[str, Array],
     *,
     capability: int,
     allow_tf32: bool = False,
@@ -39,28 +41,33 @@ def forward(
 ) -> list[Launch]:
     """out [B, H, M, E], any strides but the last; lse [B, H, M] float32, contiguous, or None.
 
-    capability: of the device, 90 for sm_90. allow_tf32: one-pass TF32 is good enough for float32.
-    config: instead of the table's.
+    memory: what `forward_scratch` asked for. capability: of the device, 90 for sm_90. allow_tf32:
+    one-pass TF32 is good enough for float32. config: instead of the table's.
     """
     size = call.size
-    config = config or configs.forward(capability, *_kind(call))
-    arguments = {
-        "query": call.query,
-        "key": call.key,
-        "value": call.value,
-        "sinks": _sinks(call),
-        **args.terms(call),
-        "out": out,
-        "lse": lse or null("float32"),
-        "strides": args.tensor_strides(call, out=out),
-        **args.numbers_and_options(call, capability, allow_tf32),
-    }
-    grid = _tiles(size.q_len, config.rows) * size.q_heads * size.batch
-    return _launches(forward_kernel, grid, arguments, _dims(call), config)
+    launches = variants.splitting(call, None, memory)
+    for variant in variants.of(call, None, memory, capability, allow_tf32):
+        cut = config or configs.forward(capability, variant.item, _dim(call))
+        arguments = {
+            "query": variant.query,
+            "key": variant.key,
+            "value": variant.value,
+            "sinks": _sinks(call),
+            **args.terms(call),
+            "units": variant.units,
+            "out": out,
+            "lse": lse or null("float32"),
+            **_scalars(call, variant, {"out": out}),
+        }
+        grid = _tiles(size.q_len, cut.rows) * size.q_heads * size.batch
+        launches += _launches(forward_kernel, grid, arguments, _dims(call), cut)
+    return launches
 
 
-def scratch(call: Call, wanted: Gradients, capability: int) -> dict[str, Shape]:
-    """The memory that `backward` needs beside its outputs, all of it float32.
+def scratch(
+    call: Call, wanted: Gradients, capability: int, allow_tf32: bool = False
+) -> dict[str, Shape]:
+    """The memory that `backward` needs beside its outputs.
 
     wanted: of each gradient, whether it is wanted (anything true).
     """
@@ -72,8 +79,10 @@ def scratch(call: Call, wanted: Gradients, capability: int) -> dict[str, Shape]:
         )
     folded = _folded(call, wanted)
     if any(folded):
-        tiles = _tiles(q_len, configs.query_gradient(capability, *_kind(call)).rows)
-        needed["slope_sums"] = Shape((len(folded), batch, heads, tiles), "float32")
+        parts = _tiles(q_len, SLOPE_ROWS.value)
+        needed["slope_sums"] = Shape((len(folded), batch, heads, parts), "float32")
+    if variants.are_halves(call, capability, allow_tf32):
+        needed |= variants.scratch(call, with_d_out=True)
     return needed
 
 
@@ -94,35 +103,54 @@ def backward(
     gradients: an Array for each that is wanted, None for the others. memory: what `scratch` asked
     for. lse and d_lse are contiguous. Every output is written once and repeats bit for bit.
     """
-    shared = {
-        "query": call.query,
-        "key": call.key,
-        "value": call.value,
-        **args.terms(call),
-        "d_out": d_out,
-        "row_numbers": memory["row_numbers"],
+    written = {
+        "out": out,
+        "d_query": gradients.query,
+        "d_key": gradients.key,
+        "d_value": gradients.value,
     }
-    strides = args.tensor_strides(
-        call,
-        out=out,
-        d_out=d_out,
-        d_query=gradients.query,
-        d_key=gradients.key,
-        d_value=gradients.value,
-    )
-    scalars = {"strides": strides, **args.numbers_and_options(call, capability, allow_tf32)}
-    launches = _row_numbers(call, out, lse, d_out, d_lse, gradients, memory, scalars)
-    if gradients.key is not None or gradients.value is not None:
-        launches += _key_gradients(call, gradients, shared, scalars, capability)
+    sums = memory.get("slope_sums", null("float32"))
     folded = _folded(call, gradients)
-    if gradients.query is not None or any(folded):
-        sums = memory.get("slope_sums", null("float32"))
-        launches += _query_gradient(call, gradients, sums, folded, shared, scalars, capability)
-        launches += _slopes(call, gradients, sums, folded)
+    launches = _row_numbers(call, out, lse, d_out, d_lse, gradients, memory)
+    launches += variants.splitting(call, d_out, memory)
+    found = variants.of(call, d_out, memory, capability, allow_tf32)
+    for variant in found:
+        shared = {**_shared(call, variant, memory), "units": variant.units}
+        scalars = _scalars(call, variant, written)
+        if gradients.key is not None or gradients.value is not None:
+            config = configs.key_gradients(capability, variant.item, _dim(call))
+            launches += _key_gradients(call, gradients, shared, scalars, config)
+        if gradients.query is not None or any(folded):
+            config = configs.query_gradient(capability, variant.item, _dim(call))
+            launches += _query_gradient(call, gradients, sums, folded, shared, scalars, config)
+    launches += _slopes(call, gradients, sums, folded)
+    plain = found[-1]
     for child, gradient in _parameters(call, gradients):
         if gradient is not None and child.gradient == "dense":
-            launches += _dense_gradient(call, gradient, shared, scalars, capability)
+            config = configs.dense_gradient(capability, plain.item, _dim(call))
+            shared = _shared(call, plain, memory)
+            scalars = _scalars(call, plain, written)
+            launches += _dense_gradient(call, gradient, shared, scalars, config)
     return launches
+
+
+def _shared(call: Call, variant: Variant, memory: dict[str, Array]) -> dict[str, Any]:
+    """The inputs of every kernel of the backward that makes scores."""
+    return {
+        "query": variant.query,
+        "key": variant.key,
+        "value": variant.value,
+        **args.terms(call),
+        "d_out": variant.d_out,
+        "row_numbers": memory["row_numbers"],
+    }
+
+
+def _scalars(call: Call, variant: Variant, written: dict[str, Array | None]) -> dict[str, Any]:
+    return {
+        "strides": args.tensor_strides(call, **variant.tensors(), **written),
+        **args.numbers_and_options(call, variant.precision),
+    }
 
 
 def _row_numbers(
@@ -133,7 +161,6 @@ def _row_numbers(
     d_lse: Array | None,
     gradients: Gradients,
     memory: dict[str, Array],
-    scalars: dict[str, Any],
 ) -> list[Launch]:
     batch, heads, q_len, _ = call.size
     tiles = _tiles(q_len, configs.ROW_NUMBERS.rows)
@@ -146,8 +173,8 @@ def _row_numbers(
         "sinks": _sinks(call),
         "numbers": memory["row_numbers"],
         "sink_sums": sums,
-        "strides": scalars["strides"],
-        "sizes": scalars["sizes"],
+        "strides": args.tensor_strides(call, out=out, d_out=d_out),
+        "sizes": args.sizes(call),
     }
     constants = {"VALUE_DIM": call.value.shape[3], "TILE_M": configs.ROW_NUMBERS.rows}
     launches = _launch(
@@ -163,10 +190,9 @@ def _key_gradients(
     gradients: Gradients,
     shared: dict[str, Any],
     scalars: dict[str, Any],
-    capability: int,
+    config: Config,
 ) -> list[Launch]:
     batch, kv_heads, kv_len, _ = call.key.shape
-    config = configs.key_gradients(capability, *_kind(call))
     arguments = {
         **shared,
         "d_key": gradients.key or null(call.key.dtype),
@@ -184,10 +210,9 @@ def _query_gradient(
     folded: tuple[bool, ...],
     shared: dict[str, Any],
     scalars: dict[str, Any],
-    capability: int,
+    config: Config,
 ) -> list[Launch]:
     size = call.size
-    config = configs.query_gradient(capability, *_kind(call))
     arguments = {
         **shared,
         "d_query": gradients.query or null(call.query.dtype),
@@ -249,9 +274,8 @@ def _dense_gradient(
     gradient: Array,
     shared: dict[str, Any],
     scalars: dict[str, Any],
-    capability: int,
+    config: Config,
 ) -> list[Launch]:
-    config = configs.dense_gradient(capability, *_kind(call))
     size = call.size
     shape = (*([1] * (4 - len(gradient.shape))), *gradient.shape)
     tiles = (1, 1, config.rows, config.keys)
@@ -290,8 +314,8 @@ def _sinks(call: Call) -> Array:
     return null(call.query.dtype) if call.sinks is None else call.sinks
 
 
-def _kind(call: Call) -> tuple[int, int]:
-    return ITEM_BYTES[call.query.dtype], max(call.query.shape[3], call.value.shape[3])
+def _dim(call: Call) -> int:
+    return max(call.query.shape[3], call.value.shape[3])
 
 
 def _dims(call: Call) -> dict[str, int]:

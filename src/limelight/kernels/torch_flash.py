@@ -12,7 +12,7 @@ from torch import Tensor
 
 from limelight.call import Call, Gradients
 from limelight.kernels import plan
-from limelight.kernels.launch import Array
+from limelight.kernels.launch import Array, Shape
 from limelight.kernels.program import Program, Slot
 from limelight.problem import row_alignment
 
@@ -44,24 +44,32 @@ def forward(call: Call) -> tuple[Tensor, Tensor | None]:
         prepared = _keep(key, _prepare_forward(call))
     made = prepared.allocate(call.query)
     prepared.program.run(*_where([*call.tensors(), *made]))
-    return made[0], made[1] if len(made) > 1 else None
+    return made[0], made[1] if _wants_lse(call) else None
 
 
 def _prepare_forward(call: Call) -> _Prepared:
     batch, heads, q_len, _ = call.query.shape
     made = [call.query.new_empty((batch, q_len, heads, call.value.shape[3])).transpose(1, 2)]
-    if call.problem.return_lse or call.problem.gradients:
+    if _wants_lse(call):
         made.append(call.query.new_empty((batch, heads, q_len), dtype=torch.float32))
     tensors = [*call.tensors(), *made]
-    out, *lse = _arrays(tensors)[-len(made) :]
+    described = _described(call, tensors)
+    needed = plan.forward_scratch(described, **_switches(call))
+    memory = _scratch(call, needed)
+    arrays = _arrays([*tensors, *memory])
+    out, *lse = arrays[len(call.tensors()) : len(tensors)]
     launches = plan.forward(
-        _described(call, tensors),
+        described,
         out,
         lse[0] if lse else None,
-        capability=_capability(call),
-        allow_tf32=call.problem.allow_tf32,
+        dict(zip(needed, arrays[len(tensors) :], strict=True)),
+        **_switches(call),
     )
-    return _Prepared(Program(launches, _target(call)), _made(made))
+    return _Prepared(Program(launches, _target(call)), _made([*made, *memory]))
+
+
+def _wants_lse(call: Call) -> bool:
+    return call.problem.return_lse or bool(call.problem.gradients)
 
 
 def backward(
@@ -98,26 +106,34 @@ def _prepare_backward(
 ) -> _Prepared:
     """tensors: the call's own, then `given` that arrive (out, LSE, d_out, perhaps d_lse), then the
     gradients to fill."""
-    needed = plan.scratch(_described(call, tensors), wanted, _capability(call))
-    memory = [
-        call.query.new_empty(each.shape, dtype=getattr(torch, each.dtype))
-        for each in needed.values()
-    ]
+    described = _described(call, tensors)
+    needed = plan.scratch(described, wanted, **_switches(call))
+    memory = _scratch(call, needed)
     arrays = _arrays([*tensors, *memory])
     own = len(call.tensors())
     out, lse, d_out, *rest = arrays[own : own + given]
     launches = plan.backward(
-        _described(call, tensors),
+        described,
         out,
         lse,
         d_out,
         rest[0] if rest else None,
         _gradients((*wanted[:4], *wanted.bias), arrays[own + given : len(tensors)]),
         dict(zip(needed, arrays[len(tensors) :], strict=True)),
-        capability=_capability(call),
-        allow_tf32=call.problem.allow_tf32,
+        **_switches(call),
     )
     return _Prepared(Program(launches, _target(call)), _made(memory))
+
+
+def _switches(call: Call) -> dict[str, Any]:
+    return {"capability": _capability(call), "allow_tf32": call.problem.allow_tf32}
+
+
+def _scratch(call: Call, needed: dict[str, Shape]) -> list[Tensor]:
+    return [
+        call.query.new_empty(each.shape, dtype=getattr(torch, each.dtype))
+        for each in needed.values()
+    ]
 
 
 def _made(tensors: Sequence[Tensor]) -> tuple[_Made, ...]:
