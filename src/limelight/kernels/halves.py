@@ -2,8 +2,9 @@
 
 `measure_peaks` finds the largest number of every block of rows, and the least of the largest
 numbers of its rows and columns. `split_into_halves` puts blocks together. Where a row or column is
-too small for its head's unit (under 2**-24 of the largest, but not zero), or where a number is not
-finite, the units of the head are 0: TF32 kernels take it as it is.
+too small for its head's unit (under 2**-24 of the largest, but not zero), where a number is not
+finite, or where all are beyond 2**50 or 2**-50, so that products of units might leave float32, the
+units of the head are 0: TF32 kernels take it as it is.
 """
 
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from limelight.kernels import products
 from limelight.kernels.tiles import head_of, load_rows, store_rows
 
 LEAST = tl.constexpr(2.0**-24)
+GREATEST = tl.constexpr(2.0**50)
 
 
 class Whole(NamedTuple):
@@ -30,7 +32,7 @@ class Whole(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Some rows of a tensor. first_peak: of its head of keys."""
+    """Some rows of a tensor. first_peak, count: of all blocks that share its unit."""
 
     is_inside: Any
     batch: Any
@@ -76,7 +78,8 @@ def split_into_halves(
     for i in tl.static_range(len(wholes)):
         block = _block_of(wholes[i], blocks, kv_heads, TILE)
         largest, least = _peaks_of(block)
-        fits = fits & (largest < float("inf")) & (least >= largest * LEAST)
+        fits = fits & (largest < GREATEST) & ((largest > 1 / GREATEST) | (largest == 0))
+        fits = fits & (least >= largest * LEAST)
         if block.is_inside:
             _split(wholes[i], block, largest, HEAD_DIM if i < 2 else VALUE_DIM, TILE)
     if tl.program_id(0) % blocks == 0:

@@ -90,7 +90,7 @@ def add_dot(a, b, acc, options):
 def split(x, top):
     """x in halves. top: at least the magnitude of all numbers that share a unit; it broadcasts."""
     unit = unit_of(top)
-    # One less two exponents, in the exponent's bits: 1 / unit.
+    # Exponents are stored 127 too large, so 254 less one is the reciprocal's.
     scaled = x * ((254 << 23) - unit.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
     high = scaled.to(tl.float16)
     low = ((scaled - high.to(tl.float32)) * LOW_STEP).to(tl.float16)
