@@ -151,6 +151,17 @@ def gaps() -> torch.Tensor:
     return visible
 
 
+def blocks(q_block: int, kv_block: int, *lead: int, share: float = 0.5) -> ll.BlockSparse:
+    shape = (*lead, -(-Q_LEN // q_block), -(-KV_LEN // kv_block))
+    generator = torch.Generator().manual_seed(4)
+    return ll.BlockSparse(torch.rand(shape, generator=generator) < share, q_block, kv_block)
+
+
+def packed(keys: list[Any], queries: list[Any] | None = None) -> ll.Packed:
+    bounds = None if queries is None else torch.tensor(queries)
+    return ll.Packed(torch.tensor(keys), bounds)
+
+
 MASKS = {
     "causal": ll.Causal(),
     "window": ll.SlidingWindow(9, 4),
@@ -161,6 +172,17 @@ MASKS = {
     "documents": ll.Documents(ids(BATCH, KV_LEN)),
     "documents in order": ll.Documents(torch.arange(KV_LEN) // 20),
     "documents of queries": ll.Documents(ids(KV_LEN), ids(BATCH, Q_LEN)),
+    "prefix": ll.PrefixLM(20),
+    "prefixes": ll.PrefixLM(torch.tensor([33, -1], dtype=torch.int32)),
+    "packed": packed([0, 3, 3, 19, 50]),
+    "packed from within": packed([5, 16, 32]),
+    "packed per batch": packed([[0, 17, 53, 53], [0, 20, 21, 53]]),
+    "packed queries": packed([0, 5, 20, 30, 53], [0, 16, 16, 33, 35]),
+    "no document": packed([7]),
+    "blocks of tiles": blocks(16, 16, BATCH, HEADS, share=0.3),
+    "large blocks": blocks(32, 48, 1, HEADS),
+    "odd blocks": blocks(5, 9),
+    "no block": blocks(16, 16, share=0.0),
     "dense": ll.DenseMask(gaps()),
     "dense padding": ll.DenseMask(random(BATCH, 1, 1, KV_LEN) > 0),
     "causal window lengths": ll.Causal() & ll.SlidingWindow(9) & lengths(20, 50),
@@ -168,6 +190,11 @@ MASKS = {
     "or": ll.SlidingWindow(5, 2) | lengths(10, 0),
     "or of and": (ll.Causal() & ll.SlidingWindow(4)) | (lengths(9, 3) & ll.Causal()),
     "and of or": ll.Causal() & (ll.SlidingWindow(4) | lengths(9, 3)),
+    "causal packed window": ll.Causal() & packed([0, 3, 19, 50]) & ll.SlidingWindow(6),
+    "packed or prefix": packed([0, 10, 40], [0, 30, 37]) | ll.PrefixLM(3),
+    "causal blocks": ll.Causal() & blocks(16, 16, BATCH, 1),
+    "blocks or window": blocks(16, 16, 1, HEADS, share=0.2) | ll.SlidingWindow(4),
+    "blocks in both": (blocks(32, 16) | ll.SlidingWindow(2)) & (blocks(5, 5) & ll.Causal() | lengths(9, 3)),
 }
 
 BIASES = {
