@@ -19,7 +19,14 @@ NAMED = [pytest.param(n, id=f"{n}-{kind(mask)}") for n, mask in enumerate(MASKS)
 def inputs(device, grad=True):
     batch, heads, q_len, kv_len = SIZE
     return qkv(
-        batch=batch, heads=heads, kv_heads=2, q_len=q_len, kv_len=kv_len, head_dim=4, device=device, grad=grad
+        batch=batch,
+        heads=heads,
+        kv_heads=2,
+        q_len=q_len,
+        kv_len=kv_len,
+        head_dim=4,
+        device=device,
+        grad=grad,
     )
 
 

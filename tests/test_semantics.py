@@ -306,7 +306,7 @@ def padded_by_packing(device):
 
 
 def hidden_blocks(device):
-    blocks = torch.ones(2, 1, 4, 3, dtype=torch.bool, device=device)
+    blocks = torch.ones(2, 1, 5, 3, dtype=torch.bool, device=device)
     blocks[0, :, :, 1], blocks[1, :, :, 2] = False, False
     return {"mask": BlockSparse(blocks, 2, 4)}, [(0, 4, 8), (1, 8, 9)]
 

@@ -194,7 +194,8 @@ MASKS = {
     "packed or prefix": packed([0, 10, 40], [0, 30, 37]) | ll.PrefixLM(3),
     "causal blocks": ll.Causal() & blocks(16, 16, BATCH, 1),
     "blocks or window": blocks(16, 16, 1, HEADS, share=0.2) | ll.SlidingWindow(4),
-    "blocks in both": (blocks(32, 16) | ll.SlidingWindow(2)) & (blocks(5, 5) & ll.Causal() | lengths(9, 3)),
+    "blocks in both": (blocks(32, 16) | ll.SlidingWindow(2))
+    & (blocks(5, 5) & ll.Causal() | lengths(9, 3)),
 }
 
 BIASES = {

@@ -263,9 +263,7 @@ def _both_queries(k_start, k_stop, matrix, own):
 def _both_key_states(q_start, k_start, matrix, own, ROWS, KEYS):
     states = k_start * 0 + 2
     for i in tl.static_range(len(own.children)):
-        of_child = own.children[i].key_states(
-            q_start, k_start, matrix, own.children[i], ROWS, KEYS
-        )
+        of_child = own.children[i].key_states(q_start, k_start, matrix, own.children[i], ROWS, KEYS)
         states = tl.minimum(states, of_child)
     return states
 
@@ -312,9 +310,7 @@ def _either_queries(k_start, k_stop, matrix, own):
 def _either_key_states(q_start, k_start, matrix, own, ROWS, KEYS):
     states = k_start * 0
     for i in tl.static_range(len(own.children)):
-        of_child = own.children[i].key_states(
-            q_start, k_start, matrix, own.children[i], ROWS, KEYS
-        )
+        of_child = own.children[i].key_states(q_start, k_start, matrix, own.children[i], ROWS, KEYS)
         states = tl.maximum(states, of_child)
     return states
 

@@ -1,4 +1,4 @@
-"""Block-sparse attention: whole blocks of scores are visible or hidden, and hidden ones cost nothing.
+"""Block-sparse attention: blocks of scores are visible or hidden, and hidden ones cost nothing.
 
 >>> import numpy
 >>> from limelight.picture import matrix

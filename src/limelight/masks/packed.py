@@ -104,7 +104,9 @@ class Packed(Mask):
 
     def on_device(self) -> NamedTuple:
         bounds = self.cu_seqlens
-        queries, by_row = (bounds, 0) if self.query_cu_seqlens is None else (self.query_cu_seqlens, 1)
+        queries, by_row = (
+            (bounds, 0) if self.query_cu_seqlens is None else (self.query_cu_seqlens, 1)
+        )
         documents = bounds.shape[-1] - 1
         # In fives, as each count of steps is a kernel of its own.
         steps = -(-(documents + 1).bit_length() // 5) * 5
@@ -208,9 +210,7 @@ def _first_key(document, matrix, own):
 def _first_query(document, matrix, own):
     """Its position."""
     bounds = own.query_bounds + matrix.batch * own.query_bounds_batch_stride
-    return (
-        _bound(document, bounds, own.query_bounds_stride, own) + own.by_row * matrix.query_start
-    )
+    return _bound(document, bounds, own.query_bounds_stride, own) + own.by_row * matrix.query_start
 
 
 @jit
