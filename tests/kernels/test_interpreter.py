@@ -175,13 +175,11 @@ MASKS = {
     "prefix": ll.PrefixLM(20),
     "prefixes": ll.PrefixLM(torch.tensor([33, -1], dtype=torch.int32)),
     "packed": packed([0, 3, 3, 19, 50]),
-    "packed from within": packed([5, 16, 32]),
-    "packed per batch": packed([[0, 17, 53, 53], [0, 20, 21, 53]]),
+    "packed per batch": packed([[0, 17, 53, 53], [5, 20, 21, 32]]),
     "packed queries": packed([0, 5, 20, 30, 53], [0, 16, 16, 33, 35]),
-    "no document": packed([7]),
     "blocks of tiles": blocks(16, 16, BATCH, HEADS, share=0.3),
     "large blocks": blocks(32, 48, 1, HEADS),
-    "odd blocks": blocks(5, 9),
+    "odd blocks": blocks(11, 9),
     "no block": blocks(16, 16, share=0.0),
     "dense": ll.DenseMask(gaps()),
     "dense padding": ll.DenseMask(random(BATCH, 1, 1, KV_LEN) > 0),
@@ -195,7 +193,7 @@ MASKS = {
     "causal blocks": ll.Causal() & blocks(16, 16, BATCH, 1),
     "blocks or window": blocks(16, 16, 1, HEADS, share=0.2) | ll.SlidingWindow(4),
     "blocks in both": (blocks(32, 16) | ll.SlidingWindow(2))
-    & (blocks(5, 5) & ll.Causal() | lengths(9, 3)),
+    & (blocks(16, 64) & ll.Causal() | lengths(9, 3)),
 }
 
 BIASES = {
@@ -258,7 +256,7 @@ def test_scales(scale: float) -> None:
 
 
 @pytest.mark.parametrize("start", [16, -5, torch.tensor([-5, 16])], ids=str)
-@pytest.mark.parametrize("mask", ["causal", "window", "documents"])
+@pytest.mark.parametrize("mask", ["causal", "window", "documents", "packed", "blocks or window"])
 def test_query_start(mask: str, start: Any) -> None:
     check(case(mask=MASKS[mask], query_start=start))
 
@@ -294,6 +292,8 @@ def test_strided_views() -> None:
         {"mask": ll.Causal()},
         {"mask": ll.DenseMask(gaps())},
         {"mask": ll.SlidingWindow(3) & ll.DenseMask(gaps())},
+        {"mask": packed([[0, 17, 40], [3, 20, 20]])},
+        {"mask": blocks(64, 16, share=0.4)},
         {"bias": BIASES["dense that hides"]},
     ],
     ids=str,

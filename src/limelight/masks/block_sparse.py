@@ -121,9 +121,7 @@ def _fragment(scores, at, own):
     row = at.q_pos - at.query_start
     block_row, block_key = row // own.q_block, at.k_pos // own.kv_block
     inside = (row < at.q_len) & (at.k_pos < at.kv_len)
-    ROWS: tl.constexpr = row.shape[0] * row.shape[1]
-    KEYS: tl.constexpr = at.k_pos.shape[0] * at.k_pos.shape[1]
-    if own.q_block % ROWS == 0 and own.kv_block % KEYS == 0:
+    if own.q_block % row.numel == 0 and own.kv_block % at.k_pos.numel == 0:
         # The tile lies in one block: one look, which needs no registers for places.
         block_row, block_key = _greatest(block_row), _greatest(block_key)
         inside = block_row >= 0
@@ -136,12 +134,10 @@ def _states(q_start, k_start, matrix, own, ROWS, KEYS):
     row = q_start - matrix.query_start
     stop_row = tl.minimum(row + ROWS, matrix.q_len)
     stop_key = tl.minimum(k_start + KEYS, matrix.kv_len)
-    # Tiles start at multiples of their size: one look where they lie within blocks.
-    block_rows: tl.constexpr = 1 if own.q_block % ROWS == 0 else (ROWS - 1) // own.q_block + 2
-    block_keys: tl.constexpr = 1 if own.kv_block % KEYS == 0 else (KEYS - 1) // own.kv_block + 2
     any_visible, any_hidden = row + k_start < 0, row + k_start < 0
-    for i in tl.static_range(block_rows):
-        for j in tl.static_range(block_keys):
+    # Tiles start at multiples of their size: one look where they lie within blocks.
+    for i in tl.static_range(1 if own.q_block % ROWS == 0 else (ROWS - 1) // own.q_block + 2):
+        for j in tl.static_range(1 if own.kv_block % KEYS == 0 else (KEYS - 1) // own.kv_block + 2):
             block_row, block_key = row // own.q_block + i, k_start // own.kv_block + j
             inside = (block_row * own.q_block < stop_row) & (block_key * own.kv_block < stop_key)
             visible = _visible(block_row, block_key, inside, matrix, own)
