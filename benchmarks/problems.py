@@ -162,7 +162,7 @@ def cpu_cases() -> list[Case]:
         Case("window 512 causal 4096", 1, 8, 4096, 64, f32, _limelight(mask=window), _window_peer),
         Case("prefix 512 of 2048", 1, 8, 2048, 64, f32, prefix, _prefix_peer),
         Case("packed 8 x 512, causal", 1, 8, 4096, 64, f32, packed, _packed_peer),
-        Case("one block in ten, 4096", 1, 8, 4096, 64, f32, blocks, _blocks_peer),
+        Case("one block in ten, 2048", 1, 8, 2048, 64, f32, blocks, _blocks_peer),
         Case("ALiBi causal 2048", 1, 8, 2048, 64, f32, alibi, _alibi_peer),
         Case("ALiBi causal 8192", 1, 8, 8192, 64, f32, alibi, _alibi_peer),
         Case(

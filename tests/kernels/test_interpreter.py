@@ -20,6 +20,7 @@ import interpreter
 
 import limelight as ll
 from limelight import reference
+from limelight._jit import jit, tl
 from limelight.call import Call, Gradients
 from limelight.kernels import configs
 from limelight.kernels.configs import Config
@@ -216,6 +217,25 @@ BIASES = {
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS.keys())
 def test_masks(mask: ll.Mask) -> None:
     check(case(mask=mask))
+
+
+@jit
+def _hides_nothing(scores, at, own):
+    return tl.where(at.k_pos < at.kv_len, scores, float("-inf"))
+
+
+class SkippedBlocks(ll.BlockSparse):
+    """Blocks that nothing but their tiles' states hides."""
+
+    def on_device(self) -> Any:
+        return super().on_device()._replace(fragment=_hides_nothing)
+
+
+@pytest.mark.parametrize("other", [None, ll.SlidingWindow(None, 20)])
+def test_tiles_that_are_empty_are_skipped(other: ll.Mask | None) -> None:
+    visible = torch.rand(BATCH, HEADS, 3, 4, generator=torch.Generator().manual_seed(4)) < 0.5
+    blocks = SkippedBlocks(visible, 16, 16)
+    check(case(mask=blocks if other is None else blocks & other))
 
 
 @pytest.mark.parametrize("bias", BIASES.values(), ids=BIASES.keys())
