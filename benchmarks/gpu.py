@@ -46,6 +46,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     peers: tuple[str, ...] = ()
     flex: Callable[[], dict[str, Any]] | None = None  # what FlexAttention gets
+    others: dict[str, Way] = field(default_factory=dict)
 
     def ways(self) -> dict[str, Way]:
         ways: dict[str, Way] = {
@@ -56,7 +57,7 @@ class Case:
             ways[name] = _torch(PEERS[name], causal)
         if self.flex is not None:
             ways["flex"] = _flex(self.flex())
-        return ways
+        return ways | self.others
 
 
 def _torch(backend: SDPBackend, causal: bool) -> Way:
@@ -74,15 +75,28 @@ def _flex(options: dict[str, Any]) -> Way:
     return lambda q, k, v: compiled(q, k, v, **options)
 
 
+def _documents_as_batch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The 16 documents of one row as a batch of 16."""
+    q, k, v = (t[0].unflatten(1, (16, 512)).transpose(0, 1) for t in (q, k, v))
+    out = ll.attention(q, k, v, mask=ll.Causal())
+    return out.transpose(0, 1).flatten(1, 2)[None]
+
+
 def cases() -> list[Case]:
     from torch.nn.attention.flex_attention import create_block_mask
 
     every = ("torch flash", "torch cudnn", "torch efficient")
     lengths = torch.tensor([1024, 2048, 3072, 4096], device="cuda")
     slopes = torch.tensor(ll.ALiBi.paper_slopes(16), device="cuda")
+    first_keys = ll.KeyLengths(torch.full((4,), 64, device="cuda"))
+    generator = torch.Generator("cuda").manual_seed(0)
+    blocks = torch.rand(32, 32, generator=generator, device="cuda") < 0.1
 
-    def block_mask(visible: Callable[..., Tensor], batch: int | None = None) -> dict[str, Any]:
-        return {"block_mask": create_block_mask(visible, batch, None, 4096, 4096, device="cuda")}
+    def block_mask(
+        visible: Callable[..., Tensor], batch: int | None = None, length: int = 4096
+    ) -> dict[str, Any]:
+        made = create_block_mask(visible, batch, None, length, length, device="cuda")
+        return {"block_mask": made}
 
     found = []
     for dim in (64, 128):
@@ -106,6 +120,33 @@ def cases() -> list[Case]:
             shape,
             options={"mask": ll.Causal() & ll.SlidingWindow(511)},
             flex=lambda: block_mask(lambda b, h, i, j: (j <= i) & (i - j < 512)),
+        ),
+        Case(
+            "16 documents of 512 packed, causal",
+            (1, 16, 8192, 64),
+            options={"mask": ll.Causal() & ll.Packed(torch.arange(0, 8193, 512, device="cuda"))},
+            flex=lambda: block_mask(
+                lambda b, h, i, j: (j <= i) & (i // 512 == j // 512), length=8192
+            ),
+            others={"16 x 512 batched": _documents_as_batch},
+        ),
+        Case(
+            "prefix 1024",
+            shape,
+            options={"mask": ll.PrefixLM(1024)},
+            flex=lambda: block_mask(lambda b, h, i, j: (j <= i) | (j < 1024)),
+        ),
+        Case(
+            f"blocks of 128, {blocks.float().mean():.1%} visible",
+            shape,
+            options={"mask": ll.BlockSparse(blocks)},
+            flex=lambda: block_mask(lambda b, h, i, j: blocks[i // 128, j // 128]),
+        ),
+        Case(
+            "window 512 and 64 first keys, causal",
+            shape,
+            options={"mask": ll.Causal() & (ll.SlidingWindow(511) | first_keys)},
+            flex=lambda: block_mask(lambda b, h, i, j: (j <= i) & ((i - j < 512) | (j < 64))),
         ),
         Case("float32", (2, 16, 4096, 64), torch.float32, peers=("torch efficient",)),
     ]
@@ -161,8 +202,10 @@ def reference(case: Case, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> lis
     """Output and gradients of the first batch element's first two heads, in float64."""
     leaves = [t.detach()[:1, :2].double().requires_grad_() for t in (q, k, v)]
     options = dict(case.options)
-    if isinstance(options.get("mask"), ll.KeyLengths):
-        options["mask"] = ll.KeyLengths(options["mask"].lengths[:1])
+    if options.get("mask") is not None:  # of the lengths, those of the first batch element
+        options["mask"] = options["mask"].map_tensors(
+            lambda t: t[:1] if t.dim() == 1 and len(t) == q.shape[0] else t
+        )
     if isinstance(options.get("bias"), ll.ALiBi):
         options["bias"] = ll.ALiBi(options["bias"].slopes[:2])
     with ll.backends("math"):
@@ -173,6 +216,7 @@ def reference(case: Case, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> lis
 def timed(work: Callable[[], object], calls: int = 5) -> float:
     """Milliseconds on the device a call; enough calls that the CPU's part hides behind them."""
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(2_000_000)
     start.record()
     for _ in range(calls):
         work()

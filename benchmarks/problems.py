@@ -94,6 +94,39 @@ def _padding_peer(i: Inputs) -> Tensor:
     return F.scaled_dot_product_attention(i.query, i.key, i.value, attn_mask=seen[:, None, None])
 
 
+def _packed_mask(i: Inputs) -> ll.Mask:
+    """Eight documents of the same length in one row."""
+    length = i.query.shape[2]
+    bounds = torch.arange(0, length + 1, length // 8, device=i.query.device)
+    return ll.Causal() & ll.Packed(bounds)
+
+
+def _packed_peer(i: Inputs) -> Tensor:
+    positions = torch.arange(i.query.shape[2], device=i.query.device)
+    ids = positions // (len(positions) // 8)
+    seen = (positions[:, None] >= positions) & (ids[:, None] == ids)
+    return F.scaled_dot_product_attention(i.query, i.key, i.value, attn_mask=seen)
+
+
+def _blocks(i: Inputs) -> Tensor:
+    """One block of 128 x 128 in ten, and the diagonal."""
+    count = i.query.shape[2] // 128
+    generator = torch.Generator(i.query.device).manual_seed(1)
+    chosen = torch.rand(count, count, generator=generator, device=i.query.device) < 0.1
+    return chosen | torch.eye(count, dtype=torch.bool, device=i.query.device)
+
+
+def _blocks_peer(i: Inputs) -> Tensor:
+    seen = _blocks(i).repeat_interleave(128, 0).repeat_interleave(128, 1)
+    return F.scaled_dot_product_attention(i.query, i.key, i.value, attn_mask=seen)
+
+
+def _prefix_peer(i: Inputs) -> Tensor:
+    positions = torch.arange(i.query.shape[2], device=i.query.device)
+    seen = (positions[:, None] >= positions) | (positions < 512)
+    return F.scaled_dot_product_attention(i.query, i.key, i.value, attn_mask=seen)
+
+
 def cpu_cases() -> list[Case]:
     f32, bf16 = torch.float32, torch.bfloat16
     alibi = lambda i: ll.attention(  # noqa: E731
@@ -103,6 +136,13 @@ def cpu_cases() -> list[Case]:
     padded = lambda i: ll.attention(  # noqa: E731
         i.query, i.key, i.value, mask=ll.KeyLengths(i.lengths)
     )
+    packed = lambda i: ll.attention(  # noqa: E731
+        i.query, i.key, i.value, mask=_packed_mask(i)
+    )
+    blocks = lambda i: ll.attention(  # noqa: E731
+        i.query, i.key, i.value, mask=ll.BlockSparse(_blocks(i))
+    )
+    prefix = _limelight(mask=ll.PrefixLM(512))
     dense = lambda i: ll.scaled_dot_product_attention(  # noqa: E731
         i.query, i.key, i.value, attn_mask=i.bias
     )
@@ -120,6 +160,9 @@ def cpu_cases() -> list[Case]:
         Case("dropout 2048", 1, 8, 2048, 64, f32, _limelight(dropout_p=0.1), _sdpa(dropout_p=0.1)),
         Case("padding 8 x 512", 8, 8, 512, 64, f32, padded, _padding_peer),
         Case("window 512 causal 4096", 1, 8, 4096, 64, f32, _limelight(mask=window), _window_peer),
+        Case("prefix 512 of 2048", 1, 8, 2048, 64, f32, prefix, _prefix_peer),
+        Case("packed 8 x 512, causal", 1, 8, 4096, 64, f32, packed, _packed_peer),
+        Case("one block in ten, 2048", 1, 8, 2048, 64, f32, blocks, _blocks_peer),
         Case("ALiBi causal 2048", 1, 8, 2048, 64, f32, alibi, _alibi_peer),
         Case("ALiBi causal 8192", 1, 8, 8192, 64, f32, alibi, _alibi_peer),
         Case(

@@ -12,11 +12,14 @@ from inputs import qkv
 import limelight
 from limelight import (
     ALiBi,
+    BlockSparse,
     Causal,
     DenseBias,
     DenseMask,
     Documents,
     KeyLengths,
+    Packed,
+    PrefixLM,
     Problem,
     SlidingWindow,
     attention,
@@ -180,6 +183,38 @@ CASES = {
     ),
     "fewer documents than queries": (
         lambda: (inputs(q_len=12), {"mask": Documents(torch.zeros(9).int())}), ValueError, "Documents query_ids",
+    ),
+    "prefixes of a wrong number": (
+        lambda: given(mask=PrefixLM([1, 2, 3]), query_start=0), ValueError,
+        "mask PrefixLM prefix_lengths: found shape (3,), needed an integer, or one per batch element, shape (2,)",
+    ),
+    "prefixes of floats": (
+        lambda: given(mask=PrefixLM(torch.ones(2)), query_start=0), (TypeError, ValueError),
+        "mask PrefixLM prefix_lengths: found dtype",
+    ),
+    "cumulative lengths of floats": (
+        lambda: given(mask=Packed(torch.ones(2))), (TypeError, ValueError), "mask Packed cu_seqlens: found dtype",
+    ),
+    "cumulative lengths of another batch": (
+        lambda: given(mask=Packed(torch.zeros(3, 4).int())), ValueError,
+        "mask Packed cu_seqlens: found shape (3, 4), needed shape (documents + 1,) or (2, documents + 1)",
+    ),
+    "no cumulative lengths": (
+        lambda: given(mask=Packed(torch.zeros(0).int())), ValueError, "mask Packed cu_seqlens: found shape (0,)",
+    ),
+    "more documents of queries": (
+        lambda: given(mask=Packed(ints(0, 9), ints(0, 3, 7))), ValueError,
+        "mask Packed query_cu_seqlens: found 2 documents, needed as many as cu_seqlens has, 1",
+    ),
+    "fewer packed keys than queries": (
+        lambda: (inputs(q_len=12), {"mask": Packed(ints(0, 9))}), ValueError, "Packed query_cu_seqlens: found None",
+    ),
+    "block mask of a wrong shape": (
+        lambda: given(mask=BlockSparse(torch.ones(2, 2).bool(), 4, 4)), ValueError,
+        "mask BlockSparse block_mask: found shape (2, 2), needed (batch or 1, q_heads or 1, q_blocks, kv_blocks) of",
+    ),
+    "block mask of numbers": (
+        lambda: given(mask=BlockSparse(torch.ones(2, 3), 4, 4)), (TypeError, ValueError), "needed bool",
     ),
     # Biases.
     "raw tensor as bias": (lambda: given(bias=torch.ones(7, 9)), TypeError, "bias: found Tensor.*DenseBias"),

@@ -9,11 +9,14 @@ from hypothesis import strategies as st
 
 from limelight import (
     ALiBi,
+    BlockSparse,
     Causal,
     DenseBias,
     DenseMask,
     Documents,
     KeyLengths,
+    Packed,
+    PrefixLM,
     SlidingWindow,
     attention,
     attention_vjp,
@@ -94,9 +97,8 @@ class Drawn:
 def one_mask(draw, drawn, s):
     batch, q_len, kv_len = s["batch"], s["q_len"], s["kv_len"]
     width = st.none() | st.integers(0, 30)
-    kinds = ["causal", "window", "lengths", "dense", "documents", "query documents"]
-    if q_len > kv_len:
-        kinds.remove("documents")
+    kinds = ["causal", "window", "prefix", "lengths", "dense", "blocks", "query documents"]
+    kinds += ["query packed"] if q_len > kv_len else ["query packed", "packed", "documents"]
     kind = draw(st.sampled_from(kinds))
     if kind == "causal":
         return Causal()
@@ -109,6 +111,18 @@ def one_mask(draw, drawn, s):
         full = (batch, s["heads"], q_len, kv_len)
         return DenseMask(drawn.booleans(*drawn.broadcast_shape(full)))
     lead = (batch,) if draw(st.booleans()) else ()
+    if kind == "prefix":
+        return PrefixLM(draw(st.integers(0, 20)) if lead else drawn.integers(-2, kv_len + 2, batch))
+    if kind == "blocks":
+        q_block, kv_block = draw(st.integers(1, 40)), draw(st.integers(1, 40))
+        full = (*lead, s["heads"] if lead else 1, -(-q_len // q_block), -(-kv_len // kv_block))
+        return BlockSparse(drawn.booleans(*full), q_block, kv_block)
+    if "packed" in kind:
+        count = draw(st.integers(1, 4))
+        bounds = drawn.integers(0, kv_len, *lead, count).sort(dim=-1).values
+        if kind == "packed":
+            return Packed(bounds)
+        return Packed(bounds, drawn.integers(0, q_len, *lead, count).sort(dim=-1).values.int())
     ids = drawn.integers(-1, 2, *lead, kv_len)
     ids = ids.sort(dim=-1).values if draw(st.booleans()) else ids
     if kind == "documents":

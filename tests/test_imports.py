@@ -68,7 +68,7 @@ def test_public_names():
     for name in (
         "attention", "attention_vjp", "explain", "scaled_dot_product_attention", "record", "backends",
         "NoBackendError", "Problem", "Device", "Mask", "Bias", "Causal", "SlidingWindow", "KeyLengths",
-        "Documents", "DenseMask", "ALiBi", "DenseBias", "__version__",
+        "Documents", "DenseMask", "PrefixLM", "Packed", "BlockSparse", "ALiBi", "DenseBias", "__version__",
     ):  # fmt: skip
         assert hasattr(limelight, name)
 

@@ -11,11 +11,13 @@ from inputs import DTYPES, normal, qkv
 
 from limelight import (
     ALiBi,
+    BlockSparse,
     Causal,
     DenseBias,
     DenseMask,
     Documents,
     KeyLengths,
+    Packed,
     SlidingWindow,
     attention,
 )
@@ -298,6 +300,17 @@ def padded_by_documents(device):
     return {"mask": Documents(ids)}, [(0, 3, 5), (1, 6, 9)]
 
 
+def padded_by_packing(device):
+    bounds = torch.tensor([[0, 3, 3, 7], [2, 5, 6, 8]], device=device)
+    return {"mask": Packed(bounds)}, [(0, 7, 9), (1, 0, 2), (1, 8, 9)]
+
+
+def hidden_blocks(device):
+    blocks = torch.ones(2, 1, 5, 3, dtype=torch.bool, device=device)
+    blocks[0, :, :, 1], blocks[1, :, :, 2] = False, False
+    return {"mask": BlockSparse(blocks, 2, 4)}, [(0, 4, 8), (1, 8, 9)]
+
+
 def gap_by_dense_mask(device):
     mask = torch.ones(2, 1, 1, 9, dtype=torch.bool, device=device)
     mask[0, ..., 2:4], mask[1, ..., 8] = False, False
@@ -321,6 +334,8 @@ def outside_the_window(device):
 UNSEEN = [
     padded_by_lengths,
     padded_by_documents,
+    padded_by_packing,
+    hidden_blocks,
     gap_by_dense_mask,
     gap_by_dense_bias,
     after_the_last_query,

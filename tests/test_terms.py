@@ -13,7 +13,18 @@ from hypothesis import strategies as st
 
 import limelight.biases
 import limelight.masks
-from limelight import ALiBi, Causal, DenseBias, DenseMask, Documents, KeyLengths, SlidingWindow
+from limelight import (
+    ALiBi,
+    BlockSparse,
+    Causal,
+    DenseBias,
+    DenseMask,
+    Documents,
+    KeyLengths,
+    Packed,
+    PrefixLM,
+    SlidingWindow,
+)
 from limelight.masks import And, Or
 from limelight.picture import dense
 from limelight.terms import Term, from_spec
@@ -65,6 +76,28 @@ LITERAL_MASKS = [
     (Documents(np.array([0, -1, 1]), np.array([-1, 0, 5])), 3, 3, 0, "000/100/000"),
     (Documents(np.array([0, 0, 1]), np.array([1, 0])), 2, 3, 7, "001/110"),
     (Documents(np.array([0, 0, 1], np.uint8)), 3, 3, 1, "110/001/000"),
+    (PrefixLM(2), 4, 4, 0, "1100/1100/1110/1111"),
+    (PrefixLM(0), 3, 3, 0, "100/110/111"),
+    (PrefixLM(9), 2, 3, 0, "111/111"),
+    (PrefixLM(1), 3, 4, -2, "1000/1000/1000"),
+    (PrefixLM(1), 2, 4, 2, "1110/1111"),
+    (PrefixLM(np.array([3])), 3, 4, 0, "1110/1110/1110"),
+    (PrefixLM(np.array([-4])), 2, 2, 0, "10/11"),
+    (Packed(np.array([0, 2, 3])), 4, 4, 0, "1100/1100/0010/0000"),
+    (Packed(np.array([1, 3, 3, 4])), 4, 5, 0, "00000/01100/01100/00010"),
+    (Packed(np.array([0, 2, 4])), 2, 4, 1, "1100/0011"),
+    (Packed(np.array([0, 2, 4])), 3, 4, -1, "0000/1100/1100"),
+    (Packed(np.array([0, 2, 4])), 2, 4, 3, "0011/0000"),
+    (Packed(np.array([0, 3, 4]), np.array([0, 1, 3])), 4, 4, 0, "1110/0001/0001/0000"),
+    (Packed(np.array([0, 3, 4]), np.array([1, 1, 2])), 2, 4, 5, "0000/0001"),
+    (Packed(np.array([0])), 2, 2, 0, "00/00"),
+    (BlockSparse(rows("10/01/11"), 1, 2), 3, 4, 0, "1100/0011/1111"),
+    (BlockSparse(rows("10/01"), 2, 3), 3, 4, 0, "1110/1110/0001"),
+    (BlockSparse(rows("10/01")[None], 2, 3), 3, 4, 5, "1110/1110/0001"),
+    (BlockSparse(rows("01")), 2, 130, 0, "/".join(["0" * 128 + "11"] * 2)),
+    (Causal() & Packed(np.array([0, 2, 4])), 4, 4, 0, "1000/1100/0010/0011"),
+    (PrefixLM(1) & Packed(np.array([0, 2, 4])), 4, 4, 0, "1000/1100/0010/0011"),
+    (BlockSparse(rows("00/10"), 2, 2) | SlidingWindow(0), 4, 4, 0, "1000/0100/1110/1101"),
     (Causal() & SlidingWindow(1), 3, 3, 0, "100/110/011"),
     (Causal() | SlidingWindow(0, 1), 3, 3, 0, "110/111/111"),
     (Causal() & KeyLengths(np.array([1])), 3, 3, 0, "100/100/100"),
@@ -114,6 +147,38 @@ def test_documents_of_each_batch_element():
     visible = values(Documents(ids), Size(2, 1, 3, 3), start=np.array([0, 1]))
     np.testing.assert_array_equal(visible[0, 0], rows("110/110/001"))
     np.testing.assert_array_equal(visible[1, 0], rows("010/101/000"))
+
+
+def test_packed_documents_and_prefixes_of_each_batch_element():
+    size = Size(2, 1, 3, 3)
+    packed = values(Packed(np.array([[0, 1, 3], [1, 2, 2]])), size)
+    np.testing.assert_array_equal(packed[0, 0], rows("100/011/011"))
+    np.testing.assert_array_equal(packed[1, 0], rows("000/010/000"))
+    prefixes = values(PrefixLM(np.array([2, 0])), size)
+    np.testing.assert_array_equal(prefixes[0, 0], rows("110/110/111"))
+    np.testing.assert_array_equal(prefixes[1, 0], rows("100/110/111"))
+
+
+def test_blocks_of_each_batch_element_and_head():
+    blocks = np.stack([np.stack([rows("10"), rows("01")]), np.stack([rows("00"), rows("11")])])
+    visible = values(BlockSparse(blocks, 2, 2), Size(2, 2, 1, 3))
+    np.testing.assert_array_equal(visible[:, :, 0].reshape(4, 3), rows("110/001/000/111"))
+
+
+@settings(max_examples=50)
+@given(st.lists(st.integers(0, 4), min_size=0, max_size=6), st.integers(0, 3))
+def test_packed_is_documents_by_their_lengths(lengths, padding):
+    ids = np.repeat(np.arange(len(lengths) + 1), [*lengths, padding])
+    ids[ids == len(lengths)] = -1
+    size = Size(1, 1, len(ids), len(ids))
+    packed = Packed(np.cumsum([0, *lengths]))
+    np.testing.assert_array_equal(values(packed, size), values(Documents(ids), size))
+
+
+def test_blocks_are_a_dense_mask_repeated():
+    blocks = np.random.default_rng(0).random((1, 2, 3, 4)) < 0.5
+    found = values(BlockSparse(blocks, 4, 5), Size(2, 2, 10, 17))
+    np.testing.assert_array_equal(found[1], np.kron(blocks[0], np.ones((4, 5)))[:, :10, :17] == 1)
 
 
 # Biases, by hand and by their papers.
@@ -188,6 +253,13 @@ def masks(draw=None):
         SlidingWindow(None, int(rng.integers(0, 6))),
         SlidingWindow(int(rng.integers(0, 6)), None),
         KeyLengths(rng.integers(-2, 18, 2)),
+        PrefixLM(int(rng.integers(0, 18))),
+        PrefixLM(rng.integers(-2, 18, 2)),
+        Packed(np.sort(rng.integers(0, 16, 5))),
+        Packed(np.sort(rng.integers(0, 16, (2, 3)), axis=1)),
+        Packed(np.sort(rng.integers(0, 16, 4)), np.sort(rng.integers(0, 13, (2, 4)), axis=1)),
+        BlockSparse(rng.random((2, 4, 3, 3)) < 0.6, 4, 5),
+        BlockSparse(rng.random((1, 4, 2, 5)) < 0.4, 7, 3),
         DenseMask(rng.random((2, 1, 12, 15)) < 0.5),
         DenseMask(np.repeat(rng.random((1, 3)) < 0.5, 5, axis=1)),
         Documents(np.sort(rng.integers(-1, 3, 15))),
@@ -306,6 +378,23 @@ def test_tile_state_is_true_of_torch_tensors(case):
         (KeyLengths(np.array([3, 5])), TileState.PARTIAL, (slice(0, 4), slice(0, 4))),
         (Documents(np.repeat([0, 1, 2], 5)), TileState.EMPTY, (slice(0, 5), slice(5, 15))),
         (Documents(np.repeat([0, 1, 2], 5)), TileState.FULL, (slice(5, 10), slice(6, 9))),
+        (PrefixLM(3), TileState.EMPTY, (slice(0, 4), slice(4, 8))),
+        (PrefixLM(5), TileState.PARTIAL, (slice(0, 4), slice(4, 8))),
+        (PrefixLM(np.array([8, 9])), TileState.FULL, (slice(0, 4), slice(4, 8))),
+        (PrefixLM(np.array([3, 0])), TileState.EMPTY, (slice(0, 4), slice(4, 8))),
+        (PrefixLM(np.array([3, 0])), TileState.FULL, (slice(7, 9), slice(4, 8))),
+        (Packed(np.array([0, 5, 10, 15])), TileState.EMPTY, (slice(0, 5), slice(5, 15))),
+        (Packed(np.array([0, 5, 10, 15])), TileState.FULL, (slice(5, 10), slice(6, 9))),
+        (Packed(np.array([0, 5, 10, 15])), TileState.PARTIAL, (slice(4, 9), slice(6, 9))),
+        (Packed(np.array([0, 5, 10])), TileState.EMPTY, (slice(10, 12), slice(10, 15))),
+        (
+            Packed(np.array([0, 5, 15]), np.array([0, 2, 12])),
+            TileState.FULL,
+            (slice(2, 12), slice(5, 15)),
+        ),
+        (BlockSparse(rows("10/01/11"), 4, 8), TileState.EMPTY, (slice(4, 7), slice(2, 8))),
+        (BlockSparse(rows("10/01/11"), 4, 8), TileState.FULL, (slice(8, 12), slice(2, 15))),
+        (BlockSparse(rows("10/01/11"), 4, 8), TileState.PARTIAL, (slice(4, 9), slice(2, 8))),
         (Causal() & KeyLengths(np.array([3, 5])), TileState.EMPTY, (slice(8, 9), slice(5, 7))),
         (Causal() | KeyLengths(np.array([3, 5])), TileState.FULL, (slice(0, 4), slice(0, 3))),
     ],
@@ -392,6 +481,9 @@ def test_specs_of_different_terms_differ():
     plain = [
         Causal(), SlidingWindow(1), SlidingWindow(1, 0), SlidingWindow(None, 1), SlidingWindow(1, None),
         Causal() & SlidingWindow(1), Causal() | SlidingWindow(1), SlidingWindow(1) & Causal(),
+        PrefixLM(1), PrefixLM(2), PrefixLM(np.ones(1, int)),
+        BlockSparse(rows("1")), BlockSparse(rows("1"), 64), BlockSparse(rows("1"), 128, 64),
+        Packed(np.ones(3, int)), Packed(np.ones(3, int), np.ones(3, int)),
         ALiBi(), ALiBi(np.ones(4)), Documents(np.ones(3, int)),
         Documents(np.ones(3, int), np.ones(3, int)), ALiBi() + ALiBi(),
     ]  # fmt: skip
@@ -467,6 +559,26 @@ def test_a_window_of_a_numpy_integer_is_one():
     assert SlidingWindow(np.int64(2)).spec() == SlidingWindow(2).spec()
 
 
+@pytest.mark.parametrize("length", [None, -1, 1.5, True])
+def test_wrong_prefixes_are_refused(length):
+    with pytest.raises(ValueError, match="PrefixLM prefix_lengths"):
+        PrefixLM(None, length)
+
+
+def test_a_prefix_is_given_once():
+    with pytest.raises(ValueError, match="PrefixLM prefix_lengths"):
+        PrefixLM(np.array([1]), 2)
+    assert PrefixLM(3) == PrefixLM(prefix_length=3)
+    assert eval(repr(PrefixLM(3))) == PrefixLM(3)
+
+
+@pytest.mark.parametrize("size", [0, -1, 1.5, None, True])
+def test_blocks_of_no_size_are_refused(size):
+    for sizes, name in (((size, 8), "q_block"), ((8, size), "kv_block")):
+        with pytest.raises(ValueError, match=f"BlockSparse {name}"):
+            BlockSparse(rows("1"), *sizes)
+
+
 @pytest.mark.parametrize("heads", [0, -1])
 def test_slopes_of_no_heads_are_refused(heads):
     with pytest.raises(ValueError, match="heads"):
@@ -484,6 +596,8 @@ def test_terms_are_frozen():
     [
         (Causal(), True),
         (SlidingWindow(1), True),
+        (PrefixLM(1), True),
+        (Packed([0, 1]), False),
         (KeyLengths([1]), False),
         (DenseMask(None), False),
         (KeyLengths([1]) & Causal(), True),

@@ -15,10 +15,13 @@ from limelight.devices import Device as Device
 from limelight.dispatch import backends as backends
 from limelight.dispatch import record as record
 from limelight.errors import NoBackendError as NoBackendError
+from limelight.masks import BlockSparse as BlockSparse
 from limelight.masks import Causal as Causal
 from limelight.masks import DenseMask as DenseMask
 from limelight.masks import Documents as Documents
 from limelight.masks import KeyLengths as KeyLengths
 from limelight.masks import Mask as Mask
+from limelight.masks import Packed as Packed
+from limelight.masks import PrefixLM as PrefixLM
 from limelight.masks import SlidingWindow as SlidingWindow
 from limelight.problem import Problem as Problem

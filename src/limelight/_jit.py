@@ -20,10 +20,14 @@ class _Language:
 
 tl: Any = _Language()
 
-__all__ = ["DeviceFunction", "jit", "ready", "tl"]
+__all__ = ["DeviceFunction", "Fixed", "jit", "ready", "tl"]
 
 _inert_tl = tl
 _lock = threading.RLock()
+
+
+class Fixed(int):
+    """A number of a mask or bias that is compiled into the kernel instead of passed to it."""
 
 
 class DeviceFunction:

@@ -50,6 +50,31 @@ def _documents(size: Size) -> dict[str, Any]:
     return arrays
 
 
+def _packed(size: Size) -> dict[str, Any]:
+    """Three sequences of different lengths, and some padding at the end."""
+    ends = np.array([0.0, 0.35, 0.55, 0.95])
+
+    def bounds(length: int) -> Array:
+        return Array(ends.shape, "int32", lambda: (ends * length).astype(np.int32))
+
+    arrays = {"cu_seqlens": bounds(size.kv_len)}
+    if size.q_len != size.kv_len:
+        arrays["query_cu_seqlens"] = bounds(size.q_len)
+    return arrays
+
+
+def _block_sparse(size: Size) -> dict[str, Any]:
+    """The blocks at the diagonal, the first column of blocks, and some others, as BigBird has."""
+    block = next((b for b in (128, 64, 32, 16, 8) if 8 * b <= size.kv_len), 4)
+    shape = (1, size.q_heads, -(-size.q_len // block), -(-size.kv_len // block))
+
+    def blocks() -> np.ndarray:
+        row, key = np.indices(shape[2:])
+        return (_random(shape) > 1.3) | (abs(row - key) <= 1) | (key == 0)
+
+    return {"block_mask": Array(shape, "bool", blocks), "q_block": block, "kv_block": block}
+
+
 def _dense_mask(size: Size) -> dict[str, Any]:
     shape = (1, 1, size.q_len, size.kv_len)
     return {"tensor": Array(shape, "bool", lambda: _random(shape) > -0.4)}
@@ -66,7 +91,10 @@ def _random(shape: tuple[int, ...]) -> np.ndarray:
 
 EXAMPLES: dict[type[Term], Callable[[Size], dict[str, Any]]] = {
     masks.SlidingWindow: lambda size: {"left": max(1, size.kv_len // 5)},
+    masks.PrefixLM: lambda size: {"prefix_length": max(1, size.kv_len // 3)},
     masks.KeyLengths: _key_lengths,
+    masks.Packed: _packed,
+    masks.BlockSparse: _block_sparse,
     masks.Documents: _documents,
     masks.DenseMask: _dense_mask,
     biases.DenseBias: _dense_bias,

@@ -20,6 +20,7 @@ import interpreter
 
 import limelight as ll
 from limelight import reference
+from limelight._jit import jit, tl
 from limelight.call import Call, Gradients
 from limelight.kernels import configs
 from limelight.kernels.configs import Config
@@ -151,6 +152,17 @@ def gaps() -> torch.Tensor:
     return visible
 
 
+def blocks(q_block: int, kv_block: int, *lead: int, share: float = 0.5) -> ll.BlockSparse:
+    shape = (*lead, -(-Q_LEN // q_block), -(-KV_LEN // kv_block))
+    generator = torch.Generator().manual_seed(4)
+    return ll.BlockSparse(torch.rand(shape, generator=generator) < share, q_block, kv_block)
+
+
+def packed(keys: list[Any], queries: list[Any] | None = None) -> ll.Packed:
+    bounds = None if queries is None else torch.tensor(queries)
+    return ll.Packed(torch.tensor(keys), bounds)
+
+
 MASKS = {
     "causal": ll.Causal(),
     "window": ll.SlidingWindow(9, 4),
@@ -161,6 +173,15 @@ MASKS = {
     "documents": ll.Documents(ids(BATCH, KV_LEN)),
     "documents in order": ll.Documents(torch.arange(KV_LEN) // 20),
     "documents of queries": ll.Documents(ids(KV_LEN), ids(BATCH, Q_LEN)),
+    "prefix": ll.PrefixLM(20),
+    "prefixes": ll.PrefixLM(torch.tensor([33, -1], dtype=torch.int32)),
+    "packed": packed([0, 3, 3, 19, 50]),
+    "packed per batch": packed([[0, 17, 53, 53], [5, 20, 21, 32]]),
+    "packed queries": packed([0, 5, 20, 30, 53], [0, 16, 16, 33, 35]),
+    "blocks of tiles": blocks(16, 16, BATCH, HEADS, share=0.3),
+    "large blocks": blocks(32, 48, 1, HEADS),
+    "odd blocks": blocks(11, 9),
+    "no block": blocks(16, 16, share=0.0),
     "dense": ll.DenseMask(gaps()),
     "dense padding": ll.DenseMask(random(BATCH, 1, 1, KV_LEN) > 0),
     "causal window lengths": ll.Causal() & ll.SlidingWindow(9) & lengths(20, 50),
@@ -168,6 +189,12 @@ MASKS = {
     "or": ll.SlidingWindow(5, 2) | lengths(10, 0),
     "or of and": (ll.Causal() & ll.SlidingWindow(4)) | (lengths(9, 3) & ll.Causal()),
     "and of or": ll.Causal() & (ll.SlidingWindow(4) | lengths(9, 3)),
+    "causal packed window": ll.Causal() & packed([0, 3, 19, 50]) & ll.SlidingWindow(6),
+    "packed or prefix": packed([0, 10, 40], [0, 30, 37]) | ll.PrefixLM(3),
+    "causal blocks": ll.Causal() & blocks(16, 16, BATCH, 1),
+    "blocks or window": blocks(16, 16, 1, HEADS, share=0.2) | ll.SlidingWindow(4),
+    "blocks in both": (blocks(32, 16) | ll.SlidingWindow(2))
+    & (blocks(16, 64) & ll.Causal() | lengths(9, 3)),
 }
 
 BIASES = {
@@ -190,6 +217,25 @@ BIASES = {
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS.keys())
 def test_masks(mask: ll.Mask) -> None:
     check(case(mask=mask))
+
+
+@jit
+def _hides_nothing(scores, at, own):
+    return tl.where(at.k_pos < at.kv_len, scores, float("-inf"))
+
+
+class SkippedBlocks(ll.BlockSparse):
+    """Blocks that nothing but their tiles' states hides."""
+
+    def on_device(self) -> Any:
+        return super().on_device()._replace(fragment=_hides_nothing)
+
+
+@pytest.mark.parametrize("other", [None, ll.SlidingWindow(None, 20)])
+def test_tiles_that_are_empty_are_skipped(other: ll.Mask | None) -> None:
+    visible = torch.rand(BATCH, HEADS, 3, 4, generator=torch.Generator().manual_seed(4)) < 0.5
+    blocks = SkippedBlocks(visible, 16, 16)
+    check(case(mask=blocks if other is None else blocks & other))
 
 
 @pytest.mark.parametrize("bias", BIASES.values(), ids=BIASES.keys())
@@ -230,7 +276,7 @@ def test_scales(scale: float) -> None:
 
 
 @pytest.mark.parametrize("start", [16, -5, torch.tensor([-5, 16])], ids=str)
-@pytest.mark.parametrize("mask", ["causal", "window", "documents"])
+@pytest.mark.parametrize("mask", ["causal", "window", "documents", "packed", "blocks or window"])
 def test_query_start(mask: str, start: Any) -> None:
     check(case(mask=MASKS[mask], query_start=start))
 
@@ -266,6 +312,8 @@ def test_strided_views() -> None:
         {"mask": ll.Causal()},
         {"mask": ll.DenseMask(gaps())},
         {"mask": ll.SlidingWindow(3) & ll.DenseMask(gaps())},
+        {"mask": packed([[0, 17, 40], [3, 20, 20]])},
+        {"mask": blocks(64, 16, share=0.4)},
         {"bias": BIASES["dense that hides"]},
     ],
     ids=str,

@@ -8,11 +8,12 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from limelight import dropout
-from limelight._jit import DeviceFunction, ready
+from limelight._jit import DeviceFunction, Fixed, ready
 from limelight.biases import Bias, Sum
 from limelight.call import Call
 from limelight.kernels.launch import ITEM_BYTES, Array, Scalar, f32, i32, i64, null
 from limelight.masks import And, Mask
+from limelight.masks.base import has_states, with_states
 from limelight.terms import broadcast_strides
 
 
@@ -70,6 +71,7 @@ class Options(NamedTuple):
     late_scale: bool  # the scale waits for the exponent
     all_partial: bool  # a bias may hide keys anywhere
     gaps: bool  # a key inside a range may be hidden from every query of a tile
+    scattered: bool  # the masks have states: tiles inside a range may be skipped
     precision: str  # of products of float32
 
 
@@ -113,6 +115,7 @@ def numbers_and_options(call: Call, precision: str) -> dict[str, Any]:
         late_scale=late_scale,
         all_partial=hides,
         gaps=hides or (call.mask is not None and call.mask.has_gaps()),
+        scattered=any(map(has_states, _parts(call.mask))),
         precision=precision,
     )
     return {"sizes": sizes(call), "numbers": numbers, "options": options}
@@ -162,10 +165,18 @@ def strides(array: Array) -> Strides:
 
 
 def device_masks(mask: Mask | None) -> tuple[Any, ...]:
+    """The masks of which all must show a key: if one has states, all have."""
+    parts = _parts(mask)
+    if any(map(has_states, parts)):
+        parts = tuple(map(with_states, parts))
+    return tuple(map(on_device, parts))
+
+
+def _parts(mask: Mask | None) -> tuple[Any, ...]:
     if mask is None:
         return ()
     children = mask.children if isinstance(mask, And) else (mask,)
-    return tuple(on_device(child.on_device()) for child in children)
+    return tuple(child.on_device() for child in children)
 
 
 def device_biases(bias: Bias | None) -> tuple[Any, ...]:
@@ -190,6 +201,8 @@ def on_device(node: Any, name: str = "", near: bool = False) -> Any:
         return type(node)(*parts) if hasattr(node, "_fields") else tuple(parts)
     if isinstance(node, DeviceFunction):
         return ready(node)
+    if isinstance(node, Fixed):
+        return int(node)
     if isinstance(node, int) and not isinstance(node, bool):
         if not name.endswith("stride"):
             return i32(node)

@@ -105,17 +105,26 @@ def key_gradients(
         rows = rows_of(query, d_out, row_numbers, unit, strides, matrix, sizes)
         stop_key = min(first_key + TILE_N, sizes.kv_len)
         walk = ranges.queries_of(first_key, stop_key, masks, matrix, TILE_M, options.all_partial)
-        for q_tile in tl.range(walk.full_first, walk.full_last):
-            sums = _add_queries(
-                sums, k_tile, v_tile, first_key, q_tile * TILE_M, rows, walk, matrix, masks, biases,
-                seed, numbers, options, HEAD_DIM, VALUE_DIM, TILE_M, TILE_N, PARTIAL=False,
-            )  # fmt: skip
-        for i in tl.range(0, walk.partial_count):
-            sums = _add_queries(
-                sums, k_tile, v_tile, first_key, ranges.partial_tile(walk, i) * TILE_M, rows, walk,
-                matrix, masks, biases, seed, numbers, options, HEAD_DIM, VALUE_DIM, TILE_M,
-                TILE_N, PARTIAL=True,
-            )  # fmt: skip
+        for part in tl.range(0, ranges.parts_of(walk, options)):
+            full, partial = ranges.query_tiles(
+                part, walk, first_key, masks, matrix, options, TILE_M, TILE_N
+            )
+            bits = full.bits
+            for i in tl.range(0, full.count):
+                q_tile, bits = ranges.next_full(full, i, bits, options)
+                sums = _add_queries(
+                    sums, k_tile, v_tile, first_key, q_tile * TILE_M, rows, walk, matrix, masks,
+                    biases, seed, numbers, options, HEAD_DIM, VALUE_DIM, TILE_M, TILE_N,
+                    PARTIAL=False,
+                )  # fmt: skip
+            bits = partial.bits
+            for i in tl.range(0, partial.count):
+                q_tile, bits = ranges.next_partial(partial, walk, i, bits, options)
+                sums = _add_queries(
+                    sums, k_tile, v_tile, first_key, q_tile * TILE_M, rows, walk, matrix, masks,
+                    biases, seed, numbers, options, HEAD_DIM, VALUE_DIM, TILE_M, TILE_N,
+                    PARTIAL=True,
+                )  # fmt: skip
     stop = tl.where(is_given(d_key), sizes.kv_len, 0)
     d_key_head = head_of(d_key, strides.d_key, batch, kv_head)
     d_key_tile = sums.d_key * numbers.scale
@@ -196,24 +205,32 @@ def query_gradient(
         operand(key, strides.key, batch, kv_head, unit.key),
         operand(value, strides.value, batch, kv_head, unit.value),
     )
+    q_start = matrix.query_start + first_row
     walk = ranges.keys_of(
-        matrix.query_start + first_row, matrix.query_start + stop_row, masks, matrix, TILE_N,
-        options.all_partial,
-    )  # fmt: skip
+        q_start, matrix.query_start + stop_row, masks, matrix, TILE_N, options.all_partial
+    )
     seed = dropout.seed_of(seeds, numbers)
     sums = QuerySums(tl.zeros([TILE_M, padded(HEAD_DIM)], tl.float32), _no_slopes(folded, TILE_M))
-    for k_tile in tl.range(walk.full_first, walk.full_last):
-        sums = _add_keys(
-            sums, q_tile, d_out_tile, shift, delta, row, first_row, k_tile * TILE_N, keys, walk,
-            matrix, masks, biases, seed, numbers, options, folded, HEAD_DIM, VALUE_DIM, TILE_N,
-            PARTIAL=False,
-        )  # fmt: skip
-    for i in tl.range(0, walk.partial_count):
-        sums = _add_keys(
-            sums, q_tile, d_out_tile, shift, delta, row, first_row,
-            ranges.partial_tile(walk, i) * TILE_N, keys, walk, matrix, masks, biases, seed, numbers,
-            options, folded, HEAD_DIM, VALUE_DIM, TILE_N, PARTIAL=True,
-        )  # fmt: skip
+    for part in tl.range(0, ranges.parts_of(walk, options)):
+        full, partial = ranges.key_tiles(
+            part, walk, q_start, masks, matrix, options, TILE_M, TILE_N
+        )
+        bits = full.bits
+        for i in tl.range(0, full.count):
+            k_tile, bits = ranges.next_full(full, i, bits, options)
+            sums = _add_keys(
+                sums, q_tile, d_out_tile, shift, delta, row, first_row, k_tile * TILE_N, keys, walk,
+                matrix, masks, biases, seed, numbers, options, folded, HEAD_DIM, VALUE_DIM, TILE_N,
+                PARTIAL=False,
+            )  # fmt: skip
+        bits = partial.bits
+        for i in tl.range(0, partial.count):
+            k_tile, bits = ranges.next_partial(partial, walk, i, bits, options)
+            sums = _add_keys(
+                sums, q_tile, d_out_tile, shift, delta, row, first_row, k_tile * TILE_N, keys, walk,
+                matrix, masks, biases, seed, numbers, options, folded, HEAD_DIM, VALUE_DIM, TILE_N,
+                PARTIAL=True,
+            )  # fmt: skip
     stop = tl.where(is_given(d_query), sizes.q_len, 0)
     d_query_head = head_of(d_query, strides.d_query, batch, head)
     d_query_tile = sums.d_query * numbers.scale

@@ -67,23 +67,30 @@ def forward(
         operand(key, strides.key, batch, kv_head, unit.key),
         operand(value, strides.value, batch, kv_head, unit.value),
     )
+    q_start = matrix.query_start + first_row
     walk = ranges.keys_of(
-        matrix.query_start + first_row, matrix.query_start + stop_row, masks, matrix, TILE_N,
-        options.all_partial,
-    )  # fmt: skip
+        q_start, matrix.query_start + stop_row, masks, matrix, TILE_N, options.all_partial
+    )
     seed = dropout.seed_of(seeds, numbers)
     state = softmax.start(TILE_M, padded(VALUE_DIM))
-    for k_tile in tl.range(walk.full_first, walk.full_last):
-        state = _attend(
-            state, q_tile, row, first_row, k_tile * TILE_N, keys, walk, matrix, masks, biases,
-            seed, numbers, options, HEAD_DIM, VALUE_DIM, TILE_N, PARTIAL=False,
-        )  # fmt: skip
-    for i in tl.range(0, walk.partial_count):
-        state = _attend(
-            state, q_tile, row, first_row, ranges.partial_tile(walk, i) * TILE_N, keys, walk,
-            matrix, masks, biases, seed, numbers, options, HEAD_DIM, VALUE_DIM, TILE_N,
-            PARTIAL=True,
-        )  # fmt: skip
+    for part in tl.range(0, ranges.parts_of(walk, options)):
+        full, partial = ranges.key_tiles(
+            part, walk, q_start, masks, matrix, options, TILE_M, TILE_N
+        )
+        bits = full.bits
+        for i in tl.range(0, full.count):
+            k_tile, bits = ranges.next_full(full, i, bits, options)
+            state = _attend(
+                state, q_tile, row, first_row, k_tile * TILE_N, keys, walk, matrix, masks, biases,
+                seed, numbers, options, HEAD_DIM, VALUE_DIM, TILE_N, PARTIAL=False,
+            )  # fmt: skip
+        bits = partial.bits
+        for i in tl.range(0, partial.count):
+            k_tile, bits = ranges.next_partial(partial, walk, i, bits, options)
+            state = _attend(
+                state, q_tile, row, first_row, k_tile * TILE_N, keys, walk, matrix, masks, biases,
+                seed, numbers, options, HEAD_DIM, VALUE_DIM, TILE_N, PARTIAL=True,
+            )  # fmt: skip
     sink = load_or(sinks, head, float("-inf")).to(tl.float32)
     out_tile, log_sum_exp = softmax.finish(state, sink)
     store_rows(

@@ -1,12 +1,16 @@
 """Which tiles a program visits: empty ones never, full ones without a look at the mask.
 
 A range runs from `start` to `stop`; what lies from `full_start` to `full_stop` is visible to all.
+Where masks have states (masks/base.py), the tiles of a range are looked at in parts of 64, and the
+bits of a word say which of them are visited; else there is one part, and all of it is.
 """
 
 from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
+
+PART = tl.constexpr(64)
 
 
 class Walk(NamedTuple):
@@ -18,6 +22,14 @@ class Walk(NamedTuple):
     partial_count: Any
     low: Any  # the range itself, inside the tensor
     high: Any
+
+
+class Tiles(NamedTuple):
+    """Tiles to visit; bits: which of those from `first` on, where masks have states."""
+
+    count: Any
+    first: Any
+    bits: Any
 
 
 @triton.jit
@@ -67,3 +79,102 @@ def partial_tile(walk, i):
     """The i-th partial tile: they lie on both sides of the full ones."""
     tile = walk.first + i
     return tl.where(tile < walk.full_first, tile, tile + walk.full_last - walk.full_first)
+
+
+@triton.jit
+def parts_of(walk, options):
+    count = 1
+    if options.scattered:
+        count = tl.cdiv(_last(walk) - walk.first, PART)
+    return count
+
+
+@triton.jit
+def key_tiles(
+    part, walk, q_start, masks, matrix, options, TILE_M: tl.constexpr, TILE_N: tl.constexpr
+):
+    """The full and the partial tiles of keys in this part of the walk."""
+    if options.scattered:
+        first = walk.first + part * PART
+        k_start = (first + tl.arange(0, PART)) * TILE_N
+        states = tl.full([PART], 2, tl.int32)
+        for i in tl.static_range(len(masks)):
+            of_mask = masks[i].key_states(q_start, k_start, matrix, masks[i], TILE_M, TILE_N)
+            states = tl.minimum(states, of_mask)
+        full, partial = _scattered(first, states, walk, matrix.kv_len, options, TILE_N)
+    else:
+        full, partial = _side_by_side(walk)
+    return full, partial
+
+
+@triton.jit
+def query_tiles(
+    part, walk, k_start, masks, matrix, options, TILE_M: tl.constexpr, TILE_N: tl.constexpr
+):
+    """The full and the partial tiles of queries in this part of the walk."""
+    if options.scattered:
+        first = walk.first + part * PART
+        q_start = matrix.query_start + (first + tl.arange(0, PART)) * TILE_M
+        states = tl.full([PART], 2, tl.int32)
+        for i in tl.static_range(len(masks)):
+            of_mask = masks[i].query_states(q_start, k_start, matrix, masks[i], TILE_M, TILE_N)
+            states = tl.minimum(states, of_mask)
+        full, partial = _scattered(first, states, walk, matrix.q_len, options, TILE_M)
+    else:
+        full, partial = _side_by_side(walk)
+    return full, partial
+
+
+@triton.jit
+def next_full(tiles, i, bits, options):
+    """The i-th of these tiles, and the bits of those after it. bits: at first `tiles.bits`."""
+    tile = tiles.first + i
+    if options.scattered:
+        tile, bits = _lowest(tiles, bits)
+    return tile, bits
+
+
+@triton.jit
+def next_partial(tiles, walk, i, bits, options):
+    """The same of partial tiles."""
+    tile = partial_tile(walk, i)
+    if options.scattered:
+        tile, bits = _lowest(tiles, bits)
+    return tile, bits
+
+
+@triton.jit
+def _lowest(tiles, bits):
+    lowest = bits & -bits
+    # A power of two is its exponent, as a float; the sign is that of the last bit.
+    exponent = (lowest.to(tl.float32).to(tl.int32, bitcast=True) >> 23) & 255
+    return tiles.first + exponent - 127, bits ^ lowest
+
+
+@triton.jit
+def _side_by_side(walk):
+    none = tl.cast(0, tl.int64)
+    full = Tiles(walk.full_last - walk.full_first, walk.full_first, none)
+    return full, Tiles(walk.partial_count, walk.first, none)
+
+
+@triton.jit
+def _scattered(first, states, walk, length, options, TILE: tl.constexpr):
+    tile = first + tl.arange(0, PART)
+    inside = tile < _last(walk)
+    full = inside & (states == 2) & ((tile + 1) * TILE <= length)
+    if options.all_partial:
+        full = full & (tile < 0)
+    return _named(first, full), _named(first, inside & (states > 0) & (full == 0))
+
+
+@triton.jit
+def _named(first, visited):
+    bit = tl.cast(1, tl.int64) << tl.arange(0, PART).to(tl.int64)
+    bits = tl.sum(tl.where(visited, bit, 0))
+    return Tiles(tl.sum(visited.to(tl.int32)), first, bits)
+
+
+@triton.jit
+def _last(walk):
+    return walk.first + walk.partial_count + walk.full_last - walk.full_first

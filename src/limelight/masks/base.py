@@ -16,6 +16,13 @@ has.
 keys inside [full_start, full_stop) are visible to all. `matrix` has batch, head (query heads),
 q_len, kv_len and query_start. `query_range(k_start, k_stop, matrix, own)` returns the same of the
 positions of queries for a tile of keys. Both may leave the matrix: kernels clamp.
+
+A mask whose visible tiles are no interval adds two functions, with which a kernel skips the tiles
+in between: `key_states(q_start, k_start, matrix, own, ROWS, KEYS)` returns the `TileState` of tiles
+of ROWS queries and KEYS keys as a number, for a vector of `k_start`, the first keys of tiles that
+share their queries; `query_states`, the same for a vector of `q_start`. Tiles start at multiples of
+their size, counted in rows and keys, and the last one may end past the matrix. A kernel that knows
+ranges alone is right without them, and slower.
 """
 
 from __future__ import annotations
@@ -98,8 +105,9 @@ class And(Composite, Mask):
         return tuple([each for child in self.children for each in child.key_lengths()])
 
     def on_device(self) -> NamedTuple:
-        children = tuple(child.on_device() for child in self.children)
-        return MaskOfMasks(_both, _both_keys, _both_queries, children)
+        children = tuple(with_states(child.on_device()) for child in self.children)
+        ranges, states = (_both_keys, _both_queries), (_both_key_states, _both_query_states)
+        return MaskOfMasks(_both, *ranges, *states, children)
 
     def has_gaps(self) -> bool:
         return any(child.has_gaps() for child in self.children)
@@ -123,8 +131,9 @@ class Or(Composite, Mask):
         return max(child.tile_state(at) for child in self.children)
 
     def on_device(self) -> NamedTuple:
-        children = tuple(child.on_device() for child in self.children)
-        return MaskOfMasks(_either, _either_keys, _either_queries, children)
+        children = tuple(with_states(child.on_device()) for child in self.children)
+        ranges, states = (_either_keys, _either_queries), (_either_key_states, _either_query_states)
+        return MaskOfMasks(_either, *ranges, *states, children)
 
     def __repr__(self) -> str:
         return " | ".join(_wrapped(child) for child in self.children)
@@ -140,7 +149,33 @@ class MaskOfMasks(NamedTuple):
     fragment: Any
     key_range: Any
     query_range: Any
+    key_states: Any
+    query_states: Any
     children: tuple[Any, ...]
+
+
+class RangeWithStates(NamedTuple):
+    """A mask on the device that has no states of its own, with those that follow from its range."""
+
+    fragment: Any
+    key_range: Any
+    query_range: Any
+    key_states: Any
+    query_states: Any
+    mask: Any
+
+
+def with_states(mask: Any) -> Any:
+    """A mask on the device, with `key_states` and `query_states`."""
+    if has_states(mask):
+        return mask
+    return RangeWithStates(
+        _of_range, _keys_of_range, _queries_of_range, _key_states, _query_states, mask
+    )
+
+
+def has_states(mask: Any) -> bool:
+    return hasattr(mask, "key_states")
 
 
 @jit
@@ -154,6 +189,43 @@ def all_queries(k_start, k_stop, matrix, own):
     """The query range of such a mask."""
     start = matrix.query_start
     return start, start, start, start + matrix.q_len
+
+
+@jit
+def _of_range(scores, at, own):
+    return own.mask.fragment(scores, at, own.mask)
+
+
+@jit
+def _keys_of_range(q_start, q_stop, matrix, own):
+    return own.mask.key_range(q_start, q_stop, matrix, own.mask)
+
+
+@jit
+def _queries_of_range(k_start, k_stop, matrix, own):
+    return own.mask.query_range(k_start, k_stop, matrix, own.mask)
+
+
+@jit
+def _key_states(q_start, k_start, matrix, own, ROWS, KEYS):
+    q_stop = min(q_start + ROWS, matrix.query_start + matrix.q_len)
+    start, full_start, full_stop, stop = own.mask.key_range(q_start, q_stop, matrix, own.mask)
+    return _states(k_start, k_start + KEYS, start, full_start, full_stop, stop)
+
+
+@jit
+def _query_states(q_start, k_start, matrix, own, ROWS, KEYS):
+    k_stop = min(k_start + KEYS, matrix.kv_len)
+    start, full_start, full_stop, stop = own.mask.query_range(k_start, k_stop, matrix, own.mask)
+    return _states(q_start, q_start + ROWS, start, full_start, full_stop, stop)
+
+
+@jit
+def _states(first, last, start, full_start, full_stop, stop):
+    """Of tiles from each first to each last, by what a range says of them."""
+    seen = (first < stop) & (last > start) & (start < stop)
+    full = (first >= full_start) & (last <= full_stop)
+    return tl.where(seen, tl.where(full, 2, 1), 0)
 
 
 @jit
@@ -188,6 +260,26 @@ def _both_queries(k_start, k_stop, matrix, own):
 
 
 @jit
+def _both_key_states(q_start, k_start, matrix, own, ROWS, KEYS):
+    states = k_start * 0 + 2
+    for i in tl.static_range(len(own.children)):
+        of_child = own.children[i].key_states(q_start, k_start, matrix, own.children[i], ROWS, KEYS)
+        states = tl.minimum(states, of_child)
+    return states
+
+
+@jit
+def _both_query_states(q_start, k_start, matrix, own, ROWS, KEYS):
+    states = q_start * 0 + 2
+    for i in tl.static_range(len(own.children)):
+        of_child = own.children[i].query_states(
+            q_start, k_start, matrix, own.children[i], ROWS, KEYS
+        )
+        states = tl.minimum(states, of_child)
+    return states
+
+
+@jit
 def _either(scores, at, own):
     shown = own.children[0].fragment(scores, at, own.children[0])
     for i in tl.static_range(1, len(own.children)):
@@ -212,6 +304,26 @@ def _either_queries(k_start, k_stop, matrix, own):
         a, _, _, d = own.children[i].query_range(k_start, k_stop, matrix, own.children[i])
         start, stop = _hull(start, stop, a, d)
     return start, start, start, stop
+
+
+@jit
+def _either_key_states(q_start, k_start, matrix, own, ROWS, KEYS):
+    states = k_start * 0
+    for i in tl.static_range(len(own.children)):
+        of_child = own.children[i].key_states(q_start, k_start, matrix, own.children[i], ROWS, KEYS)
+        states = tl.maximum(states, of_child)
+    return states
+
+
+@jit
+def _either_query_states(q_start, k_start, matrix, own, ROWS, KEYS):
+    states = q_start * 0
+    for i in tl.static_range(len(own.children)):
+        of_child = own.children[i].query_states(
+            q_start, k_start, matrix, own.children[i], ROWS, KEYS
+        )
+        states = tl.maximum(states, of_child)
+    return states
 
 
 @jit
