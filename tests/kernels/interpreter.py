@@ -116,8 +116,8 @@ def backward(
     )
     described = on_device(call)
     memory = {
-        name: torch.full(shape, math.nan)
-        for name, (shape, _) in plan.scratch(described, wanted, capability).items()
+        name: _scratch(shape, dtype)
+        for name, (shape, dtype) in plan.scratch(described, wanted, capability).items()
     }
     launches = plan.backward(
         described,
@@ -139,3 +139,8 @@ def _poisoned(tensor: torch.Tensor | None, wanted: object) -> torch.Tensor | Non
 
 def _described(tensor: torch.Tensor | None) -> Array | None:
     return None if tensor is None else array(tensor)
+
+
+def _scratch(shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+    made = torch.empty(shape, dtype=getattr(torch, dtype))
+    return made.fill_(math.nan if made.is_floating_point() else -(2**31))

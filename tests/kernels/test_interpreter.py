@@ -36,7 +36,7 @@ BATCH, HEADS, KV_HEADS, Q_LEN, KV_LEN = 2, 2, 1, 37, 53
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("forward", "key_gradients", "query_gradient", "dense_gradient"):
+    for name in ("forward", "key_gradients", "query_gradient", "dense_gradient", "offset_gradient"):
         monkeypatch.setattr(configs, name, lambda *_: Config(16, 16, 4, 1))
     monkeypatch.setattr(configs, "ROW_NUMBERS", Config(32, 1, 4, 1))
 
@@ -183,6 +183,11 @@ BIASES = {
         random(1, 1, Q_LEN, KV_LEN).masked_fill(~gaps()[:1], -math.inf)
     ),
     "sum": ll.DenseBias(random(HEADS, 1, KV_LEN)) + ll.ALiBi(torch.rand(HEADS)),
+    "relative": ll.RelativeBias(random(HEADS, 31)),
+    "relative, one for all heads": ll.RelativeBias(random(1, 20), first=-30),
+    "t5": ll.T5Bias(random(16, HEADS), max_distance=20),
+    "t5 decoder": ll.T5Bias(random(9, HEADS), bidirectional=False, max_distance=20),
+    "relative and t5": ll.RelativeBias(random(HEADS, 5)) + ll.T5Bias(random(8, 1)),
     "two slopes": ll.ALiBi(torch.rand(HEADS)) + ll.ALiBi(torch.rand(BATCH, HEADS)),
 }
 
@@ -233,6 +238,15 @@ def test_scales(scale: float) -> None:
 @pytest.mark.parametrize("mask", ["causal", "window", "documents"])
 def test_query_start(mask: str, start: Any) -> None:
     check(case(mask=MASKS[mask], query_start=start))
+
+
+@pytest.mark.parametrize("sizes", [(7, 7, 49), (3, 6, 11)], ids=str)
+@pytest.mark.parametrize("start", [0, 4, torch.tensor([-2, 8, 0])], ids=str)
+def test_windows(sizes: tuple[int, int, int], start: Any) -> None:
+    height, width, q_len = sizes
+    table = random((2 * height - 1) * (2 * width - 1), HEADS)
+    bias = ll.RelativeBias2D(table, height, width)
+    check(case(batch=3, q_len=q_len, kv_len=height * width, query_start=start, bias=bias))
 
 
 def test_softcap() -> None:

@@ -13,12 +13,19 @@ from limelight.call import Call, Gradients
 from limelight.kernels import arguments as args
 from limelight.kernels import configs
 from limelight.kernels.backward import key_gradients, query_gradient
-from limelight.kernels.bias_gradient import dense_gradient
+from limelight.kernels.bias_gradient import (
+    dense_gradient,
+    fold_offsets,
+    fold_pairs,
+    key_ranges,
+    offset_gradient,
+)
 from limelight.kernels.configs import Config
 from limelight.kernels.forward import forward as forward_kernel
 from limelight.kernels.launch import ITEM_BYTES, Array, Launch, i32, null
 from limelight.kernels.partial_sums import add_partial_sums
 from limelight.kernels.row_numbers import ROW_NUMBERS, row_numbers
+from limelight.kernels.scores import Spread
 
 
 class Shape(NamedTuple):
@@ -60,11 +67,11 @@ def forward(
 
 
 def scratch(call: Call, wanted: Gradients, capability: int) -> dict[str, Shape]:
-    """The memory that `backward` needs beside its outputs, all of it float32.
+    """The memory that `backward` needs beside its outputs.
 
     wanted: of each gradient, whether it is wanted (anything true).
     """
-    batch, heads, q_len, _ = call.size
+    batch, heads, q_len, kv_len = call.size
     needed = {"row_numbers": Shape((batch, heads, q_len, ROW_NUMBERS.value), "float32")}
     if wanted.sinks:
         needed["sink_sums"] = Shape(
@@ -74,6 +81,16 @@ def scratch(call: Call, wanted: Gradients, capability: int) -> dict[str, Shape]:
     if any(folded):
         tiles = _tiles(q_len, configs.query_gradient(capability, *_kind(call)).rows)
         needed["slope_sums"] = Shape((len(folded), batch, heads, tiles), "float32")
+    kinds = _kinds(call, wanted)
+    if "offset" in kinds:
+        config = configs.offset_gradient(capability, *_kind(call))
+        along = _diagonals(call, config)
+        shape = (along.parts.value, heads, along.count.value, 2, config.keys)
+        needed["windows"] = Shape(shape, "float32")
+        needed["key_ranges"] = Shape((batch, _tiles(q_len, config.rows), 4), "int32")
+    if "pair" in kinds:
+        parts = _pair_parts(call, configs.dense_gradient(capability, *_kind(call)))
+        needed["pair_sums"] = Shape((parts.count.value, heads, q_len, kv_len), "float32")
     return needed
 
 
@@ -122,6 +139,11 @@ def backward(
     for child, gradient in _parameters(call, gradients):
         if gradient is not None and child.gradient == "dense":
             launches += _dense_gradient(call, gradient, shared, scalars, capability)
+    kinds = _kinds(call, gradients)
+    if "offset" in kinds:
+        launches += _offset_gradients(call, gradients, memory, shared, scalars, capability)
+    if "pair" in kinds:
+        launches += _pair_gradients(call, gradients, memory, shared, scalars, capability)
     return launches
 
 
@@ -242,6 +264,7 @@ class Orbit(NamedTuple):
     key_tiles: Any
     shares_rows: bool
     shares_keys: bool
+    all_batches: Any
 
 
 def _dense_gradient(
@@ -250,7 +273,9 @@ def _dense_gradient(
     shared: dict[str, Any],
     scalars: dict[str, Any],
     capability: int,
+    batches: int = 0,
 ) -> list[Launch]:
+    """batches: how many share an entry of a partial gradient; else as many as its shape says."""
     config = configs.dense_gradient(capability, *_kind(call))
     size = call.size
     shape = (*([1] * (4 - len(gradient.shape))), *gradient.shape)
@@ -259,6 +284,8 @@ def _dense_gradient(
     counts = [_tiles(full, tile) for full, tile in zip(size, tiles, strict=True)]
     own = [1 if entries == 1 else count for entries, count in zip(shape, counts, strict=True)]
     orbit = [count if entries == 1 else 1 for entries, count in zip(shape, counts, strict=True)]
+    if batches:
+        own[0], orbit[0] = shape[0], batches
     arguments = {
         **shared,
         "gradient": gradient,
@@ -268,9 +295,153 @@ def _dense_gradient(
         "numbers": scalars["numbers"],
         "options": scalars["options"],
         "own": Own(*map(i32, own)),
-        "orbit": Orbit(*map(i32, orbit), shape[2] == 1, shape[3] == 1),  # type: ignore[call-arg]
+        "orbit": Orbit(*map(i32, orbit), shape[2] == 1, shape[3] == 1, i32(size.batch)),  # type: ignore[call-arg]
     }
     return _launches(dense_gradient, math.prod(own), arguments, _dims(call), config)
+
+
+class Parts(NamedTuple):
+    """Groups of batch elements, whose partial gradients are added up at the end."""
+
+    count: Any
+    batches: Any  # of a part
+
+
+class Diagonals(NamedTuple):
+    first: Any  # in tiles of keys from the main one
+    count: Any
+    parts: Any
+    batches: Any  # of a part
+    all_batches: Any
+
+
+class Entries(NamedTuple):
+    entries: Any
+    heads: Any  # that share one
+    parts: Any  # that have the same positions
+
+
+def _parts(call: Call, programs: int) -> tuple[int, int]:
+    """How many parts, and the batch elements of each, for a grid with so many programs of a part.
+
+    Where queries start differently in each batch element, so do the entries of a bias.
+    """
+    batch = max(call.size.batch, 1)
+    each = 1
+    if isinstance(call.query_start, int):
+        each = _tiles(batch, min(batch, _tiles(configs.MANY_PROGRAMS, programs)))
+    return _tiles(batch, each), each
+
+
+def _diagonals(call: Call, config: Config) -> Diagonals:
+    size = call.size
+    last_row = (_tiles(size.q_len, config.rows) - 1) * config.rows
+    before = _tiles(last_row, config.keys)
+    count = before + _tiles(size.kv_len, config.keys)
+    parts, batches = _parts(call, count * size.q_heads)
+    return Diagonals(*map(i32, (-before, count, parts, batches, size.batch)))
+
+
+def _offset_gradients(
+    call: Call,
+    gradients: Gradients,
+    memory: dict[str, Array],
+    shared: dict[str, Any],
+    scalars: dict[str, Any],
+    capability: int,
+) -> list[Launch]:
+    """One walk for all biases of offsets, then each bias's own fold."""
+    config = configs.offset_gradient(capability, *_kind(call))
+    size = call.size
+    along = _diagonals(call, config)
+    ranges = {
+        "query_starts": shared["query_starts"],
+        "masks": shared["masks"],
+        "found": memory["key_ranges"],
+        "sizes": scalars["sizes"],
+        "numbers": scalars["numbers"],
+        "options": scalars["options"],
+    }
+    tiles = _tiles(size.q_len, config.rows) * size.batch
+    launches = _launch(key_ranges, tiles, ranges, {"TILE_M": config.rows}, configs.KEY_RANGES)
+    biases = shared["biases"]
+    arguments = {
+        **shared,
+        "constant": tuple(bias for bias in biases if isinstance(bias, Spread)),
+        "varying": tuple(bias for bias in biases if not isinstance(bias, Spread)),
+        "seen": memory["key_ranges"],
+        "windows": memory["windows"],
+        **scalars,
+        "diagonals": along,
+    }
+    grid = along.parts.value * size.q_heads * along.count.value if size.batch else 0
+    launches += _launches(offset_gradient, grid, arguments, _dims(call), config)
+    first = {"windows": memory["windows"], "query_starts": shared["query_starts"]}
+    last = {"diagonals": along}
+    fold = (fold_offsets, "offset", {"TILE_N": config.keys})
+    return launches + _folds(call, gradients, fold, first, last, scalars, along.parts.value)
+
+
+def _pair_parts(call: Call, config: Config) -> Parts:
+    size = call.size
+    tiles = _tiles(size.q_len, config.rows) * _tiles(size.kv_len, config.keys)
+    return Parts(*map(i32, _parts(call, max(tiles * size.q_heads, 1))))
+
+
+def _pair_gradients(
+    call: Call,
+    gradients: Gradients,
+    memory: dict[str, Array],
+    shared: dict[str, Any],
+    scalars: dict[str, Any],
+    capability: int,
+) -> list[Launch]:
+    """As for a dense bias, in parts of the batch, then each bias's own fold."""
+    sums = memory["pair_sums"]
+    parts = _pair_parts(call, configs.dense_gradient(capability, *_kind(call)))
+    launches = _dense_gradient(call, sums, shared, scalars, capability, parts.batches.value)
+    first = {"sums": sums, "query_starts": shared["query_starts"]}
+    fold = (fold_pairs, "pair", {"BLOCK": configs.FOLD.keys})
+    last = {"parts": parts}
+    return launches + _folds(call, gradients, fold, first, last, scalars, parts.count.value)
+
+
+def _folds(
+    call: Call,
+    gradients: Gradients,
+    fold: tuple[Any, str, dict[str, int]],
+    first: dict[str, Any],
+    last: dict[str, Any],
+    scalars: dict[str, Any],
+    parts: int,
+) -> list[Launch]:
+    """fold: the kernel, the kind of gradient, its constant."""
+    kernel, kind, constants = fold
+    launches = []
+    config = configs.FOLD
+    alike = parts if isinstance(call.query_start, int) else 1
+    for child, gradient in _parameters(call, gradients):
+        if gradient is None or child.gradient != kind:
+            continue
+        heads, entries, strides = args.entry_strides(gradient, child.heads_last)
+        arguments = {
+            **first,
+            "bias": (args.on_device(child.on_device()),),
+            "gradient": gradient,
+            "gradient_strides": strides,
+            "sizes": scalars["sizes"],
+            "numbers": scalars["numbers"],
+            **last,
+            "orbit": Entries(i32(entries), i32(call.size.q_heads // heads), i32(alike)),
+        }
+        grid = _tiles(entries, config.rows) * heads
+        launches += _launch(kernel, grid, arguments, {"ENTRIES": config.rows, **constants}, config)
+    return launches
+
+
+def _kinds(call: Call, wanted: Gradients) -> set[str]:
+    """How the gradients that are wanted of biases are made."""
+    return {child.gradient for child, gradient in _parameters(call, wanted) if gradient}
 
 
 def _folded(call: Call, gradients: Gradients) -> tuple[bool, ...]:
