@@ -73,7 +73,9 @@ def _t5(size: Size) -> dict[str, Any]:
 
 def _relative_2d(size: Size) -> dict[str, Any]:
     """A window as near to a square as the number of keys allows."""
-    height = max(n for n in range(1, size.kv_len + 1) if size.kv_len % n == 0 and n**2 <= size.kv_len)
+    height = max(
+        n for n in range(1, size.kv_len + 1) if size.kv_len % n == 0 and n**2 <= size.kv_len
+    )
     width = size.kv_len // height
     shape = ((2 * height - 1) * (2 * width - 1), size.q_heads)
     table = Array(shape, "float32", lambda: _random(shape).astype(np.float32))

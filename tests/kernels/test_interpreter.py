@@ -7,7 +7,9 @@ bfloat16 is left to the GPU: the interpreter's products of it are wrong.
 from __future__ import annotations
 
 import math
+import runpy
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,6 +33,7 @@ pytestmark = [
 ]
 
 BUDGET = {torch.float32: 1e-5, torch.float16: 2e-3}
+EXAMPLES = Path(__file__).parents[2] / "examples"
 BATCH, HEADS, KV_HEADS, Q_LEN, KV_LEN = 2, 2, 1, 37, 53
 
 
@@ -187,6 +190,7 @@ BIASES = {
     "relative, one for all heads": ll.RelativeBias(random(1, 20), first=-30),
     "t5": ll.T5Bias(random(16, HEADS), max_distance=20),
     "t5 decoder": ll.T5Bias(random(9, HEADS), bidirectional=False, max_distance=20),
+    "relative, steep": ll.RelativeBias(6 * torch.arange(9.0)[None]),
     "relative and t5": ll.RelativeBias(random(HEADS, 5)) + ll.T5Bias(random(8, 1)),
     "two slopes": ll.ALiBi(torch.rand(HEADS)) + ll.ALiBi(torch.rand(BATCH, HEADS)),
 }
@@ -204,7 +208,15 @@ def test_biases(bias: ll.Bias) -> None:
 
 @pytest.mark.parametrize(
     ("mask", "bias"),
-    [("causal", "sum"), ("lengths", "dense per head"), ("or", "alibi"), ("dense", "dense of keys")],
+    [
+        ("causal", "sum"),
+        ("lengths", "dense per head"),
+        ("or", "alibi"),
+        ("dense", "dense of keys"),
+        ("causal", "relative and t5"),
+        ("documents in order", "t5"),
+        ("window", "relative, steep"),
+    ],
 )
 def test_masks_with_biases(mask: str, bias: str) -> None:
     check(case(mask=MASKS[mask], bias=BIASES[bias], softcap=4.0))
@@ -330,3 +342,9 @@ def test_batches_of_nothing() -> None:
         wanted = Gradients(1, 1, 1, 0, ())
         found = interpreter.backward(call, out, lse, torch.zeros_like(out), None, wanted)
         assert not any(gradient.any() for gradient in found[:3])
+
+
+def test_biases_from_outside() -> None:
+    own = runpy.run_path(str(EXAMPLES / "own_bias.py"))
+    bias = own["PeriodicBias"](random(1, 5)) + own["LogDistance"](torch.rand(HEADS))
+    check(case(bias=bias, mask=ll.Causal(), query_start=3))

@@ -1,4 +1,4 @@
-"""A learned number for each relative position, clipped (Shaw et al., arXiv:1803.02155, section 3.2).
+"""A learned number for each relative position, clipped (Shaw et al., arXiv:1803.02155).
 
 >>> import numpy
 >>> from limelight.picture import matrix

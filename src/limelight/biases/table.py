@@ -108,7 +108,7 @@ def _entry(offset, own):
 
 
 def _add_at(total: Any, index: Any, values: Any, xp: Any) -> None:
-    """total [H, n] at index [k] += values [H, k]; what shares an index is added in a fixed order."""
+    """total [H, n] at index [k] += values [H, k]; what shares one is added in a fixed order."""
     if not hasattr(total, "scatter_add_"):  # NumPy
         xp.add.at(total, (slice(None), index), values)
     elif on_host(total):

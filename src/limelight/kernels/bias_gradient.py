@@ -108,8 +108,9 @@ def _is_visible(
 
 @triton.jit
 def key_ranges(query_starts, masks, found, sizes, numbers, options, TILE_M: tl.constexpr):
-    """found [B, tiles, 4] int32: of each tile of queries, where the keys that it may see start, those
-    that all of it sees start and stop, and where the first stop. Grid: tiles * B."""
+    """found [B, tiles, 4] int32: where the keys that a tile of queries may see start, those that all
+    of it sees start and stop, and where the first stop. Grid: tiles * B.
+    """
     tiles = tl.cdiv(sizes.q_len, TILE_M)
     tile, batch = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     matrix = matrix_of(batch, 0, query_starts, sizes, numbers)  # no range asks the head
@@ -131,7 +132,8 @@ def key_ranges(query_starts, masks, found, sizes, numbers, options, TILE_M: tl.c
 
 @triton.jit
 def offset_gradient(
-    query, key, value, query_starts, seeds, masks, biases, d_out, row_numbers, constant, varying, seen,
+    query, key, value, query_starts, seeds, masks, biases, d_out, row_numbers,
+    constant, varying, seen,
     windows,
     strides, sizes, numbers, options, diagonals,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
@@ -266,10 +268,10 @@ def fold_offsets(
     gradient_strides, sizes, numbers, diagonals, orbit,
     ENTRIES: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of a table, from what `offset_gradient` left. Grid: tiles of entries * its heads.
+    """The gradient of a table, from what `offset_gradient` left.
 
     bias: a tuple of the one bias (bare, its functions would be lost in the loops). orbit: how many
-    heads share an entry, how many parts the same query_start.
+    heads share an entry, how many parts the same query_start. Grid: tiles of entries * its heads.
     """
     tiles = tl.cdiv(orbit.entries, ENTRIES)
     first_entry = tl.program_id(0) % tiles * ENTRIES
