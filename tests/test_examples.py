@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
 import os
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -25,10 +25,11 @@ def test_every_example_runs():
         )
 
 
-def test_biases_from_outside(backend, device):
-    own = runpy.run_path(str(EXAMPLES / "own_bias.py"))
+def test_biases_from_outside(backend, device, monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    own = importlib.import_module("own_bias")
     rates = normal(4, device=device)
-    bias = own["PeriodicBias"](normal(1, 5, device=device)) + own["LogDistance"](rates)
+    bias = own.PeriodicBias(normal(1, 5, device=device)) + own.LogDistance(rates)
     mask = Causal() & KeyLengths(torch.tensor([9, 17], device=device))
     q, k, v = qkv(device=device, kv_heads=2, q_len=19)
     options = {"bias": bias, "mask": mask, "query_start": 3}

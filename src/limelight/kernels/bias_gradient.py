@@ -67,7 +67,7 @@ def dense_gradient(
         acc += _d_scores(
             query, key, value, d_out, row_numbers, masks, biases, first_row, first_key, matrix,
             seed, strides, sizes, numbers, options, 0.0, HEAD_DIM, VALUE_DIM, TILE_M, TILE_N,
-            PARTIAL=True,
+            PARTIAL=True, ANYWHERE=False,
         )  # fmt: skip
     row = own_row * TILE_M + tl.arange(0, TILE_M)[:, None]
     key_place = own_key * TILE_N + tl.arange(0, TILE_N)[None, :]
@@ -108,8 +108,8 @@ def _is_visible(
 
 @triton.jit
 def key_ranges(query_starts, masks, found, sizes, numbers, options, TILE_M: tl.constexpr):
-    """found [B, tiles, 4] int32: where the keys that a tile of queries may see start, those that all
-    of it sees start and stop, and where the first stop. Grid: tiles * B.
+    """found [B, tiles, 4] int32: where the keys that a tile of queries may see start, where those
+    that all of it sees start and stop, and where the first stop. Grid: tiles * B.
     """
     tiles = tl.cdiv(sizes.q_len, TILE_M)
     tile, batch = tl.program_id(0) % tiles, tl.program_id(0) // tiles
@@ -214,14 +214,14 @@ def _walk(
             acc += _d_scores(
                 query, key, value, d_out, row_numbers, masks, biases, tile * TILE_M,
                 tile * TILE_M + offset, matrix, seed, strides, sizes, numbers, options, most,
-                HEAD_DIM, VALUE_DIM, TILE_M, TILE_N, PARTIAL=False,
+                HEAD_DIM, VALUE_DIM, TILE_M, TILE_N, PARTIAL=False, ANYWHERE=False,
             )  # fmt: skip
         for i in tl.range(0, walk.partial_count):
             first_row = ranges.partial_tile(walk, i) * TILE_M
             acc += _d_scores(
                 query, key, value, d_out, row_numbers, masks, biases, first_row,
                 first_row + offset, matrix, seed, strides, sizes, numbers, options, most, HEAD_DIM,
-                VALUE_DIM, TILE_M, TILE_N, PARTIAL=True,
+                VALUE_DIM, TILE_M, TILE_N, PARTIAL=True, ANYWHERE=True,
             )  # fmt: skip
     return acc
 
@@ -353,11 +353,11 @@ def _d_scores(
     query, key, value, d_out, row_numbers, masks, biases, first_row, first_key, matrix,
     seed, strides, sizes, numbers, options, more,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
-    PARTIAL: tl.constexpr,
+    PARTIAL: tl.constexpr, ANYWHERE: tl.constexpr,
 ):  # fmt: skip
     """The gradient of one tile of scores, [M, N]; zero outside the matrix.
 
-    more: added to the exponent of two that each weight is.
+    more: added to the exponent of two that each weight is. ANYWHERE: see `place`.
     """
     rows = rows_of(query, d_out, row_numbers, strides, matrix, sizes)
     row = first_row + tl.arange(0, TILE_M)
@@ -380,7 +380,7 @@ def _d_scores(
     products = tl.dot(q_tile, tl.trans(k_tile), input_precision=options.precision)  # [M, N]
     d_weights = tl.dot(d_out_tile, tl.trans(v_tile), input_precision=options.precision)  # [M, N]
     key = first_key + tl.arange(0, TILE_N)
-    at = place(matrix, first_row, first_key, TILE_M, TILE_N, ANYWHERE=PARTIAL)
+    at = place(matrix, first_row, first_key, TILE_M, TILE_N, ANYWHERE=ANYWHERE)
     scores, _ = scores_of(products, at, masks, biases, numbers, options, PARTIAL)
     if PARTIAL:
         inside = ((key >= 0) & (key < matrix.kv_len))[None, :] & (row < matrix.q_len)[:, None]
