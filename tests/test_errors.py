@@ -209,7 +209,7 @@ CASES = {
     ),
     "relative table of a wrong number of heads": (
         lambda: given(bias=RelativeBias(torch.ones(3, 5))), ValueError,
-        r"bias RelativeBias table: found shape \(3, 5\), needed shape \(4 or 1, entries\)",
+        "bias RelativeBias table: found shape (3, 5), needed shape (4 or 1, entries)",
     ),
     "relative table without a middle": (
         lambda: given(bias=RelativeBias(torch.ones(4, 6))), ValueError,
@@ -224,12 +224,9 @@ CASES = {
     "relative table without entries": (
         lambda: given(bias=RelativeBias(torch.ones(4, 0), 1)), ValueError, "RelativeBias table: found shape",
     ),
-    "first that is no integer": (
-        lambda: given(bias=RelativeBias(torch.ones(4, 5), 1.5)), ValueError, "RelativeBias first: found 1.5",
-    ),
     "t5 table of a wrong number of heads": (
         lambda: given(bias=T5Bias(torch.ones(4, 8))), ValueError,
-        r"bias T5Bias table: found shape \(4, 8\), needed shape \(entries, 4 or 1\)",
+        "bias T5Bias table: found shape (4, 8), needed shape (entries, 4 or 1)",
     ),
     "t5 with too few buckets": (
         lambda: given(bias=T5Bias(torch.ones(3, 4))), ValueError, "bias T5Bias table: found 3 buckets, needed 4 or more",
@@ -238,9 +235,6 @@ CASES = {
         lambda: given(bias=T5Bias(torch.ones(32, 4), max_distance=8)), ValueError,
         "bias T5Bias max_distance: found 8, needed more than 8",
     ),
-    "t5 without a distance": (
-        lambda: given(bias=T5Bias(torch.ones(32, 4), max_distance=0)), ValueError, "T5Bias max_distance: found 0",
-    ),
     "window's table of a wrong size": (
         lambda: given(bias=RelativeBias2D(torch.ones(24, 4), 3, 3)), ValueError,
         "bias RelativeBias2D table: found 24 entries, needed 25",
@@ -248,9 +242,6 @@ CASES = {
     "keys that do not fill a window": (
         lambda: given(bias=RelativeBias2D(torch.ones(21, 4), 2, 4)), ValueError,
         "bias RelativeBias2D: found 9 keys, needed 8, for a window of 2 x 4",
-    ),
-    "window without height": (
-        lambda: given(bias=RelativeBias2D(torch.ones(21, 4), 0, 4)), ValueError, "RelativeBias2D height: found 0",
     ),
     # Numbers.
     "scale NaN": (lambda: given(scale=float("nan")), ValueError, "scale: found nan, needed a finite number"),

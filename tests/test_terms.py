@@ -528,6 +528,21 @@ def test_a_window_of_a_numpy_integer_is_one():
     assert SlidingWindow(np.int64(2)).spec() == SlidingWindow(2).spec()
 
 
+@pytest.mark.parametrize(
+    ("make", "argument"),
+    [
+        (lambda: RelativeBias(np.ones((4, 5)), 1.5), "RelativeBias first: found 1.5"),
+        (lambda: RelativeBias(np.ones((4, 5)), True), "RelativeBias first: found True"),
+        (lambda: T5Bias(np.ones((32, 4)), max_distance=0), "T5Bias max_distance: found 0"),
+        (lambda: RelativeBias2D(np.ones((21, 4)), 0, 4), "RelativeBias2D height: found 0"),
+        (lambda: RelativeBias2D(np.ones((21, 4)), 4, 2.0), "RelativeBias2D width: found 2.0"),
+    ],
+)
+def test_wrong_numbers_of_tables_are_refused(make, argument):
+    with pytest.raises(ValueError, match=argument):
+        make()
+
+
 @pytest.mark.parametrize("heads", [0, -1])
 def test_slopes_of_no_heads_are_refused(heads):
     with pytest.raises(ValueError, match="heads"):

@@ -270,31 +270,29 @@ def fold_offsets(
 ):  # fmt: skip
     """The gradient of a table, from what `offset_gradient` left.
 
-    bias: a tuple of the one bias (bare, its functions would be lost in the loops). orbit: how many
-    heads share an entry, how many parts the same query_start. Grid: tiles of entries * its heads.
+    bias: a tuple of the one bias (bare, its functions would be lost in the loop). orbit.heads: how
+    many share an entry. Grid: tiles of entries * its heads.
     """
     tiles = tl.cdiv(orbit.entries, ENTRIES)
     first_entry = tl.program_id(0) % tiles * ENTRIES
     own_head = tl.program_id(0) // tiles
     column = tl.arange(0, TILE_N)
     acc = tl.zeros([ENTRIES, TILE_N], tl.float32)
-    for first_part in tl.range(0, diagonals.parts, orbit.parts):
-        start = load_or(query_starts, first_part, numbers.query_start).to(tl.int32)
-        for diagonal in tl.range(-1, diagonals.count):
-            offset = (diagonals.first + diagonal) * TILE_N + column - start
-            entry = bias[0].entry(offset, bias[0])
-            if _some_in(entry, first_entry, ENTRIES):
-                values = tl.zeros([TILE_N], tl.float32)
-                for step in tl.range(0, orbit.parts * orbit.heads):
-                    part = first_part + step // orbit.heads
-                    head = own_head * orbit.heads + step % orbit.heads
-                    window = (part * sizes.q_heads + head) * diagonals.count + diagonal
-                    window = windows + window.to(tl.int64) * 2 * TILE_N + column
-                    own = (column >= 0) & (diagonal >= 0)
-                    after = (column >= 0) & (diagonal + 1 < diagonals.count)
-                    values += tl.load(window, mask=own, other=0.0)
-                    values += tl.load(window + 3 * TILE_N, mask=after, other=0.0)
-                acc += _by_entry(values, entry, first_entry, ENTRIES)
+    lines = diagonals.count + 1  # of N offsets
+    # Named stages, as Triton reads ahead in a loop without products on request only.
+    for step in tl.range(0, diagonals.parts * orbit.heads * lines, num_stages=4):
+        line, matrix = step % lines, step // lines
+        part, head = matrix // orbit.heads, own_head * orbit.heads + matrix % orbit.heads
+        window = (part * sizes.q_heads + head) * diagonals.count + line
+        window = windows + window.to(tl.int64) * 2 * TILE_N + column
+        own = tl.load(window - 2 * TILE_N, mask=(column >= 0) & (line > 0), other=0.0)
+        after = (column >= 0) & (line < diagonals.count)
+        after = tl.load(window + TILE_N, mask=after, other=0.0)
+        start = load_or(query_starts, part, numbers.query_start).to(tl.int32)
+        offset = (diagonals.first + line - 1) * TILE_N + column - start
+        entry = bias[0].entry(offset, bias[0])
+        if _some_in(entry, first_entry, ENTRIES):
+            acc += _by_entry(own + after, entry, first_entry, ENTRIES)
     _store_entries(acc, first_entry, own_head, gradient, gradient_strides, orbit.entries)
 
 
@@ -305,7 +303,10 @@ def fold_pairs(
     gradient_strides, sizes, numbers, parts, orbit,
     ENTRIES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The same from sums [parts, H, M, N] over the batch elements of each part."""
+    """The same from sums [parts, H, M, N] over the batch elements of each part.
+
+    orbit.parts: how many have the same query_start.
+    """
     tiles = tl.cdiv(orbit.entries, ENTRIES)
     first_entry = tl.program_id(0) % tiles * ENTRIES
     own_head = tl.program_id(0) // tiles

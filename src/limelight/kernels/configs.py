@@ -92,7 +92,7 @@ _OFFSETS = {
 # Where a walk has fewer programs than this, the batch is split: they should fill a large GPU.
 MANY_PROGRAMS = 512
 KEY_RANGES = Config(1, 1, 1, 1)
-FOLD = Config(32, 128, 4, 1)
+FOLD = Config(16, 128, 1, 1)
 ROW_NUMBERS = Config(64, 1, 4, 1)
 PARTIAL_SUMS = Config(1, 128, 1, 1)
 
