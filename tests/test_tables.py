@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import pytest
 import torch
 from inputs import normal, qkv
@@ -18,7 +21,9 @@ from limelight import (
     SlidingWindow,
     T5Bias,
     attention,
+    explain,
 )
+from limelight.biases.table import TableBias
 from limelight.testing import check
 
 pytestmark = pytest.mark.usefixtures("nan_memory")
@@ -126,6 +131,25 @@ def test_gradcheck_and_gradgradcheck(backend, device, bias):
     run = lambda q, k, v, table: attention(q, k, v, bias=bias.with_tensors(iter([table])))  # noqa: E731
     assert torch.autograd.gradcheck(run, (q, k, v, table), fast_mode=True)
     assert torch.autograd.gradgradcheck(run, (q, k, v, table), fast_mode=True)
+
+
+@dataclass(frozen=True)
+class NoRule(TableBias):
+    """A table without the kernels' half of its rule."""
+
+    table: Any
+
+    def entry(self, offset: Any, xp: Any) -> Any:
+        return xp.abs(offset) % self.table.shape[1]
+
+
+def test_a_table_without_a_rule_is_left_to_tiled():
+    q, k, v = qkv()
+    bias = NoRule(normal(4, 3))
+    check(q, k, v, bias=bias)
+    problem = explain(q, k, v, bias=bias, device="H200")
+    reasons = [reason.rule for reason in problem.reasons["flash"]]
+    assert "takes masks and biases that define a fragment (on_device)" in reasons
 
 
 def test_gradients_repeat(backend, device):

@@ -123,11 +123,11 @@ def key_ranges(query_starts, masks, found, sizes, numbers, options, TILE_M: tl.c
     if options.all_partial:
         full_stop = full_start
     full_stop = tl.where(first_row + TILE_M > sizes.q_len, full_start, full_stop)
-    place = found + tl.program_id(0) * 4
-    tl.store(place, tl.cast(start, tl.int32))
-    tl.store(place + 1, tl.cast(full_start, tl.int32))
-    tl.store(place + 2, tl.cast(full_stop, tl.int32))
-    tl.store(place + 3, tl.cast(stop, tl.int32))
+    found += tl.program_id(0) * 4
+    tl.store(found, tl.cast(start, tl.int32))
+    tl.store(found + 1, tl.cast(full_start, tl.int32))
+    tl.store(found + 2, tl.cast(full_stop, tl.int32))
+    tl.store(found + 3, tl.cast(stop, tl.int32))
 
 
 @triton.jit

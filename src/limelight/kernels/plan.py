@@ -25,7 +25,6 @@ from limelight.kernels.forward import forward as forward_kernel
 from limelight.kernels.launch import ITEM_BYTES, Array, Launch, i32, null
 from limelight.kernels.partial_sums import add_partial_sums
 from limelight.kernels.row_numbers import ROW_NUMBERS, row_numbers
-from limelight.kernels.scores import Spread
 
 
 class Shape(NamedTuple):
@@ -364,11 +363,11 @@ def _offset_gradients(
     }
     tiles = _tiles(size.q_len, config.rows) * size.batch
     launches = _launch(key_ranges, tiles, ranges, {"TILE_M": config.rows}, configs.KEY_RANGES)
-    biases = shared["biases"]
+    biases = list(zip(args.bias_children(call.bias), shared["biases"], strict=True))
     arguments = {
         **shared,
-        "constant": tuple(bias for bias in biases if isinstance(bias, Spread)),
-        "varying": tuple(bias for bias in biases if not isinstance(bias, Spread)),
+        "constant": tuple(bias for child, bias in biases if child.gradient == "offset"),
+        "varying": tuple(bias for child, bias in biases if child.gradient != "offset"),
         "seen": memory["key_ranges"],
         "windows": memory["windows"],
         **scalars,
