@@ -21,7 +21,10 @@ from limelight import (
     Packed,
     PrefixLM,
     Problem,
+    RelativeBias,
+    RelativeBias2D,
     SlidingWindow,
+    T5Bias,
     attention,
     explain,
     record,
@@ -238,6 +241,42 @@ CASES = {
     ),
     "slopes of integers": (
         lambda: given(bias=ALiBi(torch.ones(4).int())), (TypeError, ValueError), "bias ALiBi slopes: found dtype",
+    ),
+    "relative table of a wrong number of heads": (
+        lambda: given(bias=RelativeBias(torch.ones(3, 5))), ValueError,
+        "bias RelativeBias table: found shape (3, 5), needed shape (4 or 1, entries)",
+    ),
+    "relative table without a middle": (
+        lambda: given(bias=RelativeBias(torch.ones(4, 6))), ValueError,
+        "bias RelativeBias table: found 6 entries, needed an odd number of entries, or .*`first`",
+    ),
+    "relative table of integers": (
+        lambda: given(bias=RelativeBias(torch.ones(4, 5).int())), ValueError, "RelativeBias table: found dtype",
+    ),
+    "relative table of three dimensions": (
+        lambda: given(bias=RelativeBias(torch.ones(1, 4, 5))), ValueError, "RelativeBias table: found shape",
+    ),
+    "relative table without entries": (
+        lambda: given(bias=RelativeBias(torch.ones(4, 0), 1)), ValueError, "RelativeBias table: found shape",
+    ),
+    "t5 table of a wrong number of heads": (
+        lambda: given(bias=T5Bias(torch.ones(4, 8))), ValueError,
+        "bias T5Bias table: found shape (4, 8), needed shape (entries, 4 or 1)",
+    ),
+    "t5 with too few buckets": (
+        lambda: given(bias=T5Bias(torch.ones(3, 4))), ValueError, "bias T5Bias table: found 3 buckets, needed 4 or more",
+    ),
+    "t5 with a distance that is too near": (
+        lambda: given(bias=T5Bias(torch.ones(32, 4), max_distance=8)), ValueError,
+        "bias T5Bias max_distance: found 8, needed more than 8",
+    ),
+    "window's table of a wrong size": (
+        lambda: given(bias=RelativeBias2D(torch.ones(24, 4), 3, 3)), ValueError,
+        "bias RelativeBias2D table: found 24 entries, needed 25",
+    ),
+    "keys that do not fill a window": (
+        lambda: given(bias=RelativeBias2D(torch.ones(21, 4), 2, 4)), ValueError,
+        "bias RelativeBias2D: found 9 keys, needed 8, for a window of 2 x 4",
     ),
     # Numbers.
     "scale NaN": (lambda: given(scale=float("nan")), ValueError, "scale: found nan, needed a finite number"),

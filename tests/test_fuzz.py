@@ -17,7 +17,9 @@ from limelight import (
     KeyLengths,
     Packed,
     PrefixLM,
+    RelativeBias,
     SlidingWindow,
+    T5Bias,
     attention,
     attention_vjp,
     backends,
@@ -133,7 +135,7 @@ def one_mask(draw, drawn, s):
 @st.composite
 def one_bias(draw, drawn, s):
     dtype = draw(st.sampled_from([drawn.dtype, torch.float32]))
-    kinds = ["alibi", "batched alibi", "dense", "dense with gaps"]
+    kinds = ["alibi", "batched alibi", "dense", "dense with gaps", "relative", "t5"]
     if drawn.dtype != torch.float64:
         kinds.append("paper")  # whose slopes are float32
     kind = draw(st.sampled_from(kinds))
@@ -142,6 +144,13 @@ def one_bias(draw, drawn, s):
     if kind.endswith("alibi"):
         lead = (s["batch"],) if kind == "batched alibi" else ()
         return ALiBi(drawn.normal(*lead, s["heads"], dtype=dtype))
+    heads = draw(st.sampled_from([1, s["heads"]]))
+    if kind == "relative":
+        first = draw(st.integers(-40, 10))
+        return RelativeBias(drawn.normal(heads, draw(st.integers(1, 60)), dtype=dtype), first)
+    if kind == "t5":
+        table = drawn.normal(draw(st.integers(4, 32)), heads, dtype=dtype)
+        return T5Bias(table, draw(st.booleans()), draw(st.integers(17, 150)))
     shape = drawn.broadcast_shape((s["batch"], s["heads"], s["q_len"], s["kv_len"]))
     tensor = drawn.normal(*shape, dtype=dtype, grad=False)
     if kind == "dense with gaps":

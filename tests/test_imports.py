@@ -68,13 +68,15 @@ def test_public_names():
     for name in (
         "attention", "attention_vjp", "explain", "scaled_dot_product_attention", "record", "backends",
         "NoBackendError", "Problem", "Device", "Mask", "Bias", "Causal", "SlidingWindow", "KeyLengths",
-        "Documents", "DenseMask", "PrefixLM", "Packed", "BlockSparse", "ALiBi", "DenseBias", "__version__",
+        "Documents", "DenseMask", "PrefixLM", "Packed", "BlockSparse", "ALiBi", "DenseBias",
+        "RelativeBias", "RelativeBias2D", "T5Bias", "__version__",
     ):  # fmt: skip
         assert hasattr(limelight, name)
 
 
 # Who may know whom, from the bottom up. A part imports from rows above its own in this list, and
-# within its own part: of masks, biases and backends only `base`. A new part needs its place here.
+# within its own part: of masks, biases and backends only what several share. A new part needs its
+# place here.
 
 LAYERS = (
     ("errors", "_jit", "_version"),
@@ -103,6 +105,7 @@ PUBLIC = {*limelight.__dict__} - {path.stem for path in ROOT.iterdir()}
 # Two files of one layer that know each other: `report` writes what `dispatch` decides.
 TOGETHER = {("dispatch", "report"), ("report", "dispatch")}
 FAMILIES = ("masks", "biases", "backends")
+SHARED = ("base", "table")
 FRAMEWORKS = {"torch", "jax", "triton", "cupy", "numpy", "transformers"}
 # Who may import a framework when a module is loaded.
 AT_HOME = {
@@ -168,7 +171,7 @@ def faults(name, source):
             if RANK[part] <= RANK["api"]:
                 found.append(f"{name}: imports the public surface")
         elif other == part:
-            if part in FAMILIES and rest and leaf.split(".")[0] != "base":
+            if part in FAMILIES and rest and leaf.split(".")[0] not in SHARED:
                 found.append(f"{name}: imports its sibling {module}")
         elif other not in RANK:
             found.append(f"{name}: {module} has no place in the layers")

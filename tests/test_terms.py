@@ -23,7 +23,10 @@ from limelight import (
     KeyLengths,
     Packed,
     PrefixLM,
+    RelativeBias,
+    RelativeBias2D,
     SlidingWindow,
+    T5Bias,
 )
 from limelight.masks import And, Or
 from limelight.picture import dense
@@ -183,6 +186,7 @@ def test_blocks_are_a_dense_mask_repeated():
 
 # Biases, by hand and by their papers.
 
+ARANGE8 = np.arange(8.0)[:, None]
 LITERAL_BIASES = [
     (ALiBi(np.array([0.5])), 2, 3, 0, [[0, -0.5, -1], [-0.5, 0, -0.5]]),
     (ALiBi(np.array([2.0])), 1, 3, 2, [[-4, -2, 0]]),
@@ -191,6 +195,20 @@ LITERAL_BIASES = [
     (DenseBias(np.array([[1.0], [3.0]])), 2, 2, 0, [[1, 1], [3, 3]]),
     (DenseBias(np.array([[1.0, 3.0]])), 2, 2, 0, [[1, 3], [1, 3]]),
     (ALiBi(np.array([1.0])) + DenseBias(np.array([[10.0, 20.0]])), 2, 2, 0, [[10, 19], [9, 20]]),
+    (RelativeBias(np.array([[7.0, 8.0, 9.0]])), 3, 4, 0, [[8, 9, 9, 9], [7, 8, 9, 9], [7, 7, 8, 9]]),
+    (RelativeBias(np.array([[7.0, 8.0, 9.0]])), 2, 3, 1, [[7, 8, 9], [7, 7, 8]]),
+    (RelativeBias(np.array([[7.0, 8.0]]), first=1), 2, 4, 0, [[7, 7, 8, 8], [7, 7, 7, 8]]),
+    (RelativeBias(np.array([[7.0]])), 1, 2, 3, [[7, 7]]),
+    # Eight buckets, four each way, of which two are wider: distance 2, and 3 or more.
+    (T5Bias(ARANGE8, max_distance=4), 2, 5, 2, [[2, 1, 0, 5, 6], [3, 2, 1, 0, 5]]),
+    (T5Bias(ARANGE8, bidirectional=False, max_distance=64), 1, 6, 4, [[4, 3, 2, 1, 0, 0]]),
+    # Distances 4 to 7, 8 to 15, 16 to 31, 32 and more share the buckets 4, 5, 6 and 7.
+    (T5Bias(ARANGE8, bidirectional=False, max_distance=64), 1, 3, 9, [[5, 5, 4]]),
+    (T5Bias(ARANGE8, bidirectional=False, max_distance=64), 1, 2, 32, [[7, 6]]),
+    # A row of three: the query's column less the key's, from -2 to 2.
+    (RelativeBias2D(ARANGE8[:5], 1, 3), 3, 3, 0, [[2, 1, 0], [3, 2, 1], [4, 3, 2]]),
+    (RelativeBias2D(ARANGE8[:5], 3, 1), 3, 3, 0, [[2, 1, 0], [3, 2, 1], [4, 3, 2]]),
+    (RelativeBias2D(ARANGE8[:5], 3, 1), 3, 3, -1, [[0, 0, 0], [2, 1, 0], [3, 2, 1]]),
 ]  # fmt: skip
 
 
@@ -238,6 +256,34 @@ def test_alibi_under_a_causal_mask_is_the_papers_figure():
     np.testing.assert_array_equal(np.tril(found), figure)
 
 
+@pytest.mark.parametrize("bidirectional", [True, False])
+@pytest.mark.parametrize("max_distance", [9, 20, 100, 128, 1000])
+@pytest.mark.parametrize("buckets", [4, 7, 16, 32, 33])
+def test_t5_buckets_are_those_of_transformers(buckets, max_distance, bidirectional):
+    t5 = pytest.importorskip("transformers.models.t5.modeling_t5")
+    offsets = torch.arange(-1500, 1501)
+    expected = t5.T5Attention._relative_position_bucket(
+        offsets, bidirectional, buckets, max_distance
+    )
+    bias = T5Bias(np.zeros((buckets, 1)), bidirectional, max_distance)
+    if max_distance <= buckets // (4 if bidirectional else 2):
+        return  # refused
+    np.testing.assert_array_equal(bias.entry(offsets.numpy(), np), expected.numpy())
+
+
+@pytest.mark.parametrize(("height", "width"), [(7, 7), (2, 5), (4, 1)])
+def test_relative_2d_is_swins(height, width):
+    """As Swin's own code computes its `relative_position_index`."""
+    grid = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+    places = torch.stack(grid).flatten(1)
+    apart = (places[:, :, None] - places[:, None, :]).permute(1, 2, 0)
+    apart = apart + torch.tensor([height - 1, width - 1])
+    index = apart[..., 0] * (2 * width - 1) + apart[..., 1]
+    table = torch.randn((2 * height - 1) * (2 * width - 1), 3, dtype=torch.float64)
+    found = dense(RelativeBias2D(table.numpy(), height, width), *index.shape, heads=3)
+    np.testing.assert_array_equal(found, table[index].permute(2, 0, 1).numpy())
+
+
 # Every mask and bias, over random tiles.
 
 SIZE = Size(2, 4, 12, 15)
@@ -278,6 +324,10 @@ def biases(rng=None):
         DenseBias(rng.normal(size=(2, 1, 12, 1))),
         DenseBias(rng.normal(size=(4, 1, 15))),
         ALiBi(rng.normal(size=4)) + DenseBias(rng.normal(size=(1, 15))),
+        RelativeBias(rng.normal(size=(4, 7))),
+        RelativeBias(rng.normal(size=(1, 6)), first=-4) + T5Bias(rng.normal(size=(9, 1)), False, 7),
+        T5Bias(rng.normal(size=(8, 4)), max_distance=6),
+        RelativeBias2D(rng.normal(size=(45, 4)), 3, 5),
     ]
 
 
@@ -484,6 +534,9 @@ def test_specs_of_different_terms_differ():
         PrefixLM(1), PrefixLM(2), PrefixLM(np.ones(1, int)),
         BlockSparse(rows("1")), BlockSparse(rows("1"), 64), BlockSparse(rows("1"), 128, 64),
         Packed(np.ones(3, int)), Packed(np.ones(3, int), np.ones(3, int)),
+        RelativeBias(np.ones((1, 3))), RelativeBias(np.ones((1, 3)), 2), T5Bias(np.ones((8, 1))),
+        T5Bias(np.ones((8, 1)), False), T5Bias(np.ones((8, 1)), True, 64),
+        RelativeBias2D(np.ones((9, 1)), 2, 2), RelativeBias2D(np.ones((9, 1)), 1, 5),
         ALiBi(), ALiBi(np.ones(4)), Documents(np.ones(3, int)),
         Documents(np.ones(3, int), np.ones(3, int)), ALiBi() + ALiBi(),
     ]  # fmt: skip
@@ -577,6 +630,21 @@ def test_blocks_of_no_size_are_refused(size):
     for sizes, name in (((size, 8), "q_block"), ((8, size), "kv_block")):
         with pytest.raises(ValueError, match=f"BlockSparse {name}"):
             BlockSparse(rows("1"), *sizes)
+
+
+@pytest.mark.parametrize(
+    ("make", "argument"),
+    [
+        (lambda: RelativeBias(np.ones((4, 5)), 1.5), "RelativeBias first: found 1.5"),
+        (lambda: RelativeBias(np.ones((4, 5)), True), "RelativeBias first: found True"),
+        (lambda: T5Bias(np.ones((32, 4)), max_distance=0), "T5Bias max_distance: found 0"),
+        (lambda: RelativeBias2D(np.ones((21, 4)), 0, 4), "RelativeBias2D height: found 0"),
+        (lambda: RelativeBias2D(np.ones((21, 4)), 4, 2.0), "RelativeBias2D width: found 2.0"),
+    ],
+)
+def test_wrong_numbers_of_tables_are_refused(make, argument):
+    with pytest.raises(ValueError, match=argument):
+        make()
 
 
 @pytest.mark.parametrize("heads", [0, -1])

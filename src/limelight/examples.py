@@ -85,6 +85,28 @@ def _dense_bias(size: Size) -> dict[str, Any]:
     return {"tensor": Array(shape, "float32", lambda: _random(shape).astype(np.float32))}
 
 
+def _relative(size: Size) -> dict[str, Any]:
+    reach = max(1, size.kv_len // 4)
+    shape = (size.q_heads, 2 * reach + 1)
+    return {"table": Array(shape, "float32", lambda: _random(shape).astype(np.float32))}
+
+
+def _t5(size: Size) -> dict[str, Any]:
+    shape = (32, size.q_heads)
+    return {"table": Array(shape, "float32", lambda: _random(shape).astype(np.float32))}
+
+
+def _relative_2d(size: Size) -> dict[str, Any]:
+    """A window as near to a square as the number of keys allows."""
+    height = max(
+        n for n in range(1, size.kv_len + 1) if size.kv_len % n == 0 and n**2 <= size.kv_len
+    )
+    width = size.kv_len // height
+    shape = ((2 * height - 1) * (2 * width - 1), size.q_heads)
+    table = Array(shape, "float32", lambda: _random(shape).astype(np.float32))
+    return {"table": table, "height": height, "width": width}
+
+
 def _random(shape: tuple[int, ...]) -> np.ndarray:
     return np.random.default_rng(0).standard_normal(shape)
 
@@ -98,6 +120,9 @@ EXAMPLES: dict[type[Term], Callable[[Size], dict[str, Any]]] = {
     masks.Documents: _documents,
     masks.DenseMask: _dense_mask,
     biases.DenseBias: _dense_bias,
+    biases.RelativeBias: _relative,
+    biases.T5Bias: _t5,
+    biases.RelativeBias2D: _relative_2d,
 }
 
 
@@ -105,7 +130,7 @@ def kinds(base: type[Term]) -> dict[str, type[Term]]:
     """limelight's own masks (or biases) by the names of the command line.
 
     >>> list(kinds(Bias))
-    ['alibi', 'dense_bias']
+    ['alibi', 'dense_bias', 'relative_bias', 'relative_bias2d', 't5_bias']
     """
     module = masks if issubclass(base, Mask) else biases
     found = [getattr(module, name) for name in module.__all__]

@@ -134,10 +134,12 @@ def backward(
 
 
 def _scratch(needed: dict[str, Shape]) -> dict[str, torch.Tensor]:
-    return {
-        name: torch.full(shape, math.nan, dtype=getattr(torch, dtype))
-        for name, (shape, dtype) in needed.items()
-    }
+    """Memory that holds nothing of use."""
+    found = {}
+    for name, (shape, dtype) in needed.items():
+        made = torch.empty(shape, dtype=getattr(torch, dtype))
+        found[name] = made.fill_(math.nan if made.is_floating_point() else -(2**31))
+    return found
 
 
 def _poisoned(tensor: torch.Tensor | None, wanted: object) -> torch.Tensor | None:

@@ -6,8 +6,10 @@ bfloat16 is left to the GPU: the interpreter's products of it are wrong.
 
 from __future__ import annotations
 
+import importlib
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,12 +34,13 @@ pytestmark = [
 ]
 
 BUDGET = {torch.float32: 1e-5, torch.float16: 2e-3}
+EXAMPLES = Path(__file__).parents[2] / "examples"
 BATCH, HEADS, KV_HEADS, Q_LEN, KV_LEN = 2, 2, 1, 37, 53
 
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("forward", "key_gradients", "query_gradient", "dense_gradient"):
+    for name in ("forward", "key_gradients", "query_gradient", "dense_gradient", "offset_gradient"):
         monkeypatch.setattr(configs, name, lambda *_: Config(16, 16, 4, 1))
     monkeypatch.setattr(configs, "ROW_NUMBERS", Config(32, 1, 4, 1))
 
@@ -210,6 +213,12 @@ BIASES = {
         random(1, 1, Q_LEN, KV_LEN).masked_fill(~gaps()[:1], -math.inf)
     ),
     "sum": ll.DenseBias(random(HEADS, 1, KV_LEN)) + ll.ALiBi(torch.rand(HEADS)),
+    "relative": ll.RelativeBias(random(HEADS, 31)),
+    "relative, one for all heads": ll.RelativeBias(random(1, 20), first=-30),
+    "t5": ll.T5Bias(random(16, HEADS), max_distance=20),
+    "t5 decoder": ll.T5Bias(random(9, HEADS), bidirectional=False, max_distance=20),
+    "relative, steep": ll.RelativeBias(6 * torch.arange(9.0)[None]),
+    "relative and t5": ll.RelativeBias(random(HEADS, 5)) + ll.T5Bias(random(8, 1)),
     "two slopes": ll.ALiBi(torch.rand(HEADS)) + ll.ALiBi(torch.rand(BATCH, HEADS)),
 }
 
@@ -245,7 +254,15 @@ def test_biases(bias: ll.Bias) -> None:
 
 @pytest.mark.parametrize(
     ("mask", "bias"),
-    [("causal", "sum"), ("lengths", "dense per head"), ("or", "alibi"), ("dense", "dense of keys")],
+    [
+        ("causal", "sum"),
+        ("lengths", "dense per head"),
+        ("or", "alibi"),
+        ("dense", "dense of keys"),
+        ("causal", "relative and t5"),
+        ("documents in order", "t5"),
+        ("window", "relative, steep"),
+    ],
 )
 def test_masks_with_biases(mask: str, bias: str) -> None:
     check(case(mask=MASKS[mask], bias=BIASES[bias], softcap=4.0))
@@ -279,6 +296,17 @@ def test_scales(scale: float) -> None:
 @pytest.mark.parametrize("mask", ["causal", "window", "documents", "packed", "blocks or window"])
 def test_query_start(mask: str, start: Any) -> None:
     check(case(mask=MASKS[mask], query_start=start))
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "q_len", "start"),
+    [(5, 5, 25, 0), (3, 6, 11, 4), (3, 6, 11, torch.tensor([-2, 8, 0]))],
+    ids=str,
+)
+def test_windows(height: int, width: int, q_len: int, start: Any) -> None:
+    table = random((2 * height - 1) * (2 * width - 1), HEADS)
+    bias = ll.RelativeBias2D(table, height, width)
+    check(case(batch=3, q_len=q_len, kv_len=height * width, query_start=start, bias=bias))
 
 
 def test_softcap() -> None:
@@ -464,3 +492,10 @@ def test_halves_beside_hidden_keys(units: dict[str, torch.Tensor], poison: float
         tensor[0, :, 20:] = poison
     check(call, capability=90)
     assert (units["units"] > 0).all(dim=2).flatten().tolist() == [False, True]
+
+
+def test_biases_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    own = importlib.import_module("own_bias")
+    bias = own.PeriodicBias(random(1, 5)) + own.LogDistance(torch.rand(HEADS))
+    check(case(bias=bias, mask=ll.Causal(), query_start=3))

@@ -11,6 +11,7 @@ from typing import Any
 
 from limelight.backends.base import Backend, Reason
 from limelight.biases import Bias
+from limelight.biases.table import TableBias
 from limelight.call import Call, Gradients
 from limelight.masks import Mask
 from limelight.problem import Problem
@@ -28,11 +29,7 @@ class Flash(Backend):
         capability = p.device.compute_capability
         masks = p.mask.parts() if p.mask is not None else ()
         biases = p.bias.parts() if p.bias is not None else ()
-        bare = [
-            part
-            for part in (*masks, *biases)
-            if getattr(type(part), "on_device", None) in (None, Mask.on_device, Bias.on_device)
-        ]
+        bare = [part for part in (*masks, *biases) if _is_bare(type(part))]
         rules = (
             (p.library != "torch", "runs on PyTorch tensors", p.library, "pass torch tensors"),
             (p.device.kind != "cuda", "runs on NVIDIA GPUs", p.device, "move the tensors to one"),
@@ -98,3 +95,11 @@ def _kernels() -> Any:
     from limelight.kernels import torch_flash  # takes torch and Triton along
 
     return torch_flash
+
+
+def _is_bare(kind: type[Any]) -> bool:
+    """Whether a mask or bias says nothing about itself to a kernel."""
+    on_device = getattr(kind, "on_device", None)
+    if on_device is TableBias.on_device:
+        return kind.rule is TableBias.rule
+    return on_device in (None, Mask.on_device, Bias.on_device)

@@ -4,13 +4,19 @@ A bias is one file with one frozen dataclass: `values`, its meaning, written onc
 library; `fold`, which reduces the gradient of a tile of scores to the gradient of its parameters;
 `check` for its tensors; `on_device`, the same for the fused kernels. Biases compose with `+`.
 
-On the device a bias is a NamedTuple whose first field is a `jit` function, `fragment(scores, at,
-own)`, which returns the scores with `at.unit` times the bias added (the scores may still wait for
-their scale); the rest is whatever it reads (pointers, strides, numbers), which it gets back as
-`own`. `at` has q_pos and k_pos, which broadcast against the scores in whichever orientation a
-kernel keeps them, and batch, head (query heads), q_len, kv_len and query_start; q_near and k_near
-are positions as float32, counted from a place nearby: quick where their difference is all. side is
--1 in a tile where no key comes after any query, 1 where none comes before any, else 0.
+On the device a bias is a NamedTuple of a `jit` function and of whatever that reads (pointers,
+strides, numbers), which it gets back as `own`. Where a bias depends on k_pos - q_pos alone, the
+offset, the function is best `offset_fragment(offset, at, own)`, which returns the bias at a
+line of offsets: a kernel asks for each once a tile. Else it is `fragment(scores, at, own)`,
+which returns the scores with `at.unit` times the bias added (the scores may still wait for
+their scale). `at` has batch, head (query heads), q_len, kv_len and query_start. For a fragment
+it has q_pos and k_pos, which broadcast against the scores in whichever orientation a kernel
+keeps them; q_near and k_near, which are positions as float32, counted from a place nearby:
+quick where their difference is all; and side, which is -1 in a tile where no key comes after
+any query, 1 where none comes before any, else 0.
+
+The functions are `triton.jit`'s, or `limelight.biases.jit`'s with `limelight.biases.tl`, which are
+the same and import Triton on first use only.
 """
 
 from __future__ import annotations
@@ -33,9 +39,13 @@ class Bias(Term):
 
     # How the fused kernels make the gradient of the tensor.
     # "head": one number for each (batch, head), the sum over a matrix of scores of d_scores times
-    #     `slope(at, own)`, the second field on the device, elementwise; it costs no product.
+    #     `slope(at, own)`, a field on the device, elementwise; it costs no product.
     # "dense": every score has an entry (dimensions of size 1 are shared); walked tile by tile.
-    gradient: ClassVar[Literal["head", "dense"] | None] = None
+    # "offset": a TableBias, whose `entry(offset, own)` says what shares an entry; all biases of
+    #     this kind share one walk along diagonals.
+    # "pair": a TableBias with `entry(q_pos, k_pos, own)`, negative where there is none; takes
+    #     memory for a few matrices of scores, of all heads and one batch element.
+    gradient: ClassVar[Literal["head", "dense", "offset", "pair"] | None] = None
 
     def values(self, at: Tile, xp: Any) -> Any:
         """Numbers that broadcast against the tile's scores (batch, heads, rows, keys)."""

@@ -12,6 +12,7 @@ from limelight._jit import DeviceFunction, Fixed, ready
 from limelight.biases import Bias, Sum
 from limelight.call import Call
 from limelight.kernels.launch import ITEM_BYTES, Array, Scalar, f32, i32, i64, null
+from limelight.kernels.scores import Spread, spread
 from limelight.masks import And, Mask
 from limelight.masks.base import has_states, with_states
 from limelight.terms import broadcast_strides
@@ -44,6 +45,11 @@ class DenseStrides(NamedTuple):
 class HeadStrides(NamedTuple):
     batch: Any
     head: Any
+
+
+class EntryStrides(NamedTuple):
+    head: Any
+    entry: Any
 
 
 class Sizes(NamedTuple):
@@ -89,7 +95,11 @@ def terms(call: Call) -> dict[str, Any]:
 
 def sizes(call: Call) -> Sizes:
     size = call.size
-    return Sizes(i32(size.q_heads), i32(call.group), i32(size.q_len), i32(size.kv_len))
+    # Reads of several keys at once need to know that none of them lies past the end.
+    by_key = any(tensor.shape[-1:] == (size.kv_len,) for tensor in _term_tensors(call))
+    divisor = 16 if by_key and size.kv_len % 16 == 0 else 1
+    kv_len = Scalar(size.kv_len, "i32", divisor)
+    return Sizes(i32(size.q_heads), i32(call.group), i32(size.q_len), kv_len)
 
 
 def numbers_and_options(call: Call, precision: str) -> dict[str, Any]:
@@ -119,6 +129,10 @@ def numbers_and_options(call: Call, precision: str) -> dict[str, Any]:
         precision=precision,
     )
     return {"sizes": sizes(call), "numbers": numbers, "options": options}
+
+
+def _term_tensors(call: Call) -> list[Any]:
+    return [tensor for term in (call.mask, call.bias) if term for tensor in term.tensors()]
 
 
 def precision(dtype: str, capability: int, allow_tf32: bool) -> str:
@@ -151,6 +165,13 @@ def head_strides(array: Array) -> HeadStrides:
     return HeadStrides(_stride(batch), _stride(array.strides[-1]))
 
 
+def entry_strides(array: Array, heads_last: bool) -> tuple[int, int, EntryStrides]:
+    """The heads and entries of a table [heads, entries], or [entries, heads], and its strides."""
+    order = (1, 0) if heads_last else (0, 1)
+    heads, entries = (array.shape[axis] for axis in order)
+    return heads, entries, EntryStrides(*(_stride(array.strides[axis]) for axis in order))
+
+
 def strides(array: Array) -> Strides:
     batch, head, row, _ = (
         0 if size == 1 else stride for size, stride in zip(array.shape, array.strides, strict=True)
@@ -180,7 +201,12 @@ def _parts(mask: Mask | None) -> tuple[Any, ...]:
 
 
 def device_biases(bias: Bias | None) -> tuple[Any, ...]:
-    return tuple(on_device(child.on_device()) for child in bias_children(bias))
+    return tuple(_with_fragment(child.on_device()) for child in bias_children(bias))
+
+
+def _with_fragment(bias: Any) -> Any:
+    ready_bias = on_device(bias)
+    return Spread(spread, ready_bias) if hasattr(bias, "offset_fragment") else ready_bias
 
 
 def bias_children(bias: Bias | None) -> tuple[Bias, ...]:

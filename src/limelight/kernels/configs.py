@@ -87,6 +87,19 @@ _DENSE = {
     (90, 4): {64: Config(32, 16, 4, 1), 128: Config(16, 16, 8, 1), 256: TINY},
 }
 SPLIT = Config(64, 1, 4, 1)
+# A diagonal of tiles, of a bias of offsets; rows are at most keys.
+_OFFSETS = {
+    (60, 2): {64: Config(16, 64, 8, 1), 128: Config(16, 16, 8, 1), 256: TINY},
+    (60, 4): {64: Config(16, 16, 8, 1), 128: Config(16, 16, 8, 1), 256: Config(16, 16, 8, 1)},
+    (80, 2): {64: Config(64, 64, 4, 2), 128: Config(32, 64, 4, 1), 256: Config(16, 32, 4, 1)},
+    (80, 4): {64: Config(16, 32, 4, 1), 128: Config(16, 16, 8, 1), 256: TINY},
+    (90, 2): {64: Config(64, 128, 4, 2), 128: Config(64, 128, 4, 1), 256: Config(64, 64, 8, 1)},
+    (90, 4): {64: Config(16, 32, 4, 1), 128: Config(16, 16, 8, 1), 256: TINY},
+}
+# Where a walk has fewer programs than this, the batch is split: they should fill a large GPU.
+MANY_PROGRAMS = 512
+KEY_RANGES = Config(1, 1, 1, 1)
+FOLD = Config(16, 128, 1, 1)
 ROW_NUMBERS = Config(64, 1, 4, 1)
 PARTIAL_SUMS = Config(1, 128, 1, 1)
 
@@ -128,6 +141,10 @@ def query_gradient(capability: int, item_bytes: int, dim: int) -> Config:
 
 def dense_gradient(capability: int, item_bytes: int, dim: int) -> Config:
     return _find(_DENSE, capability, item_bytes, dim)
+
+
+def offset_gradient(capability: int, item_bytes: int, dim: int) -> Config:
+    return _find(_OFFSETS, capability, item_bytes, dim)
 
 
 _Table = dict[tuple[int, int], dict[int, Config]]

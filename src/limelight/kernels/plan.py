@@ -13,7 +13,13 @@ from limelight.call import Call, Gradients
 from limelight.kernels import arguments as args
 from limelight.kernels import configs, variants
 from limelight.kernels.backward import SLOPE_ROWS, key_gradients, query_gradient
-from limelight.kernels.bias_gradient import dense_gradient
+from limelight.kernels.bias_gradient import (
+    dense_gradient,
+    fold_offsets,
+    fold_pairs,
+    key_ranges,
+    offset_gradient,
+)
 from limelight.kernels.configs import Config
 from limelight.kernels.forward import forward as forward_kernel
 from limelight.kernels.launch import ITEM_BYTES, Array, Launch, Shape, i32, null
@@ -71,7 +77,7 @@ def scratch(
 
     wanted: of each gradient, whether it is wanted (anything true).
     """
-    batch, heads, q_len, _ = call.size
+    batch, heads, q_len, kv_len = call.size
     needed = {"row_numbers": Shape((batch, heads, q_len, ROW_NUMBERS.value), "float32")}
     if wanted.sinks:
         needed["sink_sums"] = Shape(
@@ -83,6 +89,16 @@ def scratch(
         needed["slope_sums"] = Shape((len(folded), batch, heads, parts), "float32")
     if variants.are_halves(call, capability, allow_tf32):
         needed |= variants.scratch(call, with_d_out=True)
+    kinds = _kinds(call, wanted)
+    if "offset" in kinds:
+        config = configs.offset_gradient(capability, *_kind(call))
+        along = _diagonals(call, config)
+        shape = (along.parts.value, heads, along.count.value, 2, config.keys)
+        needed["windows"] = Shape(shape, "float32")
+        needed["key_ranges"] = Shape((batch, _tiles(q_len, config.rows), 4), "int32")
+    if "pair" in kinds:
+        parts = _pair_parts(call, configs.dense_gradient(capability, *_kind(call)))
+        needed["pair_sums"] = Shape((parts.count.value, heads, q_len, kv_len), "float32")
     return needed
 
 
@@ -125,12 +141,15 @@ def backward(
             launches += _query_gradient(call, gradients, sums, folded, shared, scalars, config)
     launches += _slopes(call, gradients, sums, folded)
     plain = found[-1]
+    shared, scalars = _shared(call, plain, memory), _scalars(call, plain, written)
     for child, gradient in _parameters(call, gradients):
         if gradient is not None and child.gradient == "dense":
-            config = configs.dense_gradient(capability, plain.item, _dim(call))
-            shared = _shared(call, plain, memory)
-            scalars = _scalars(call, plain, written)
-            launches += _dense_gradient(call, gradient, shared, scalars, config)
+            launches += _dense_gradient(call, gradient, shared, scalars, capability)
+    kinds = _kinds(call, gradients)
+    if "offset" in kinds:
+        launches += _offset_gradients(call, gradients, memory, shared, scalars, capability)
+    if "pair" in kinds:
+        launches += _pair_gradients(call, gradients, memory, shared, scalars, capability)
     return launches
 
 
@@ -267,6 +286,7 @@ class Orbit(NamedTuple):
     key_tiles: Any
     shares_rows: bool
     shares_keys: bool
+    all_batches: Any
 
 
 def _dense_gradient(
@@ -274,8 +294,11 @@ def _dense_gradient(
     gradient: Array,
     shared: dict[str, Any],
     scalars: dict[str, Any],
-    config: Config,
+    capability: int,
+    batches: int = 0,
 ) -> list[Launch]:
+    """batches: how many share an entry of a partial gradient; else as many as its shape says."""
+    config = configs.dense_gradient(capability, *_kind(call))
     size = call.size
     shape = (*([1] * (4 - len(gradient.shape))), *gradient.shape)
     tiles = (1, 1, config.rows, config.keys)
@@ -283,6 +306,8 @@ def _dense_gradient(
     counts = [_tiles(full, tile) for full, tile in zip(size, tiles, strict=True)]
     own = [1 if entries == 1 else count for entries, count in zip(shape, counts, strict=True)]
     orbit = [count if entries == 1 else 1 for entries, count in zip(shape, counts, strict=True)]
+    if batches:
+        own[0], orbit[0] = shape[0], batches
     arguments = {
         **shared,
         "gradient": gradient,
@@ -292,9 +317,153 @@ def _dense_gradient(
         "numbers": scalars["numbers"],
         "options": scalars["options"],
         "own": Own(*map(i32, own)),
-        "orbit": Orbit(*map(i32, orbit), shape[2] == 1, shape[3] == 1),  # type: ignore[call-arg]
+        "orbit": Orbit(*map(i32, orbit), shape[2] == 1, shape[3] == 1, i32(size.batch)),  # type: ignore[call-arg]
     }
     return _launches(dense_gradient, math.prod(own), arguments, _dims(call), config)
+
+
+class Parts(NamedTuple):
+    """Groups of batch elements, whose partial gradients are added up at the end."""
+
+    count: Any
+    batches: Any  # of a part
+
+
+class Diagonals(NamedTuple):
+    first: Any  # in tiles of keys from the main one
+    count: Any
+    parts: Any
+    batches: Any  # of a part
+    all_batches: Any
+
+
+class Entries(NamedTuple):
+    entries: Any
+    heads: Any  # that share one
+    parts: Any  # that have the same positions
+
+
+def _parts(call: Call, programs: int) -> tuple[int, int]:
+    """How many parts, and the batch elements of each, for a grid with so many programs of a part.
+
+    Where queries start differently in each batch element, so do the entries of a bias.
+    """
+    batch = max(call.size.batch, 1)
+    each = 1
+    if isinstance(call.query_start, int):
+        each = _tiles(batch, min(batch, _tiles(configs.MANY_PROGRAMS, programs)))
+    return _tiles(batch, each), each
+
+
+def _diagonals(call: Call, config: Config) -> Diagonals:
+    size = call.size
+    last_row = (_tiles(size.q_len, config.rows) - 1) * config.rows
+    before = _tiles(last_row, config.keys)
+    count = before + _tiles(size.kv_len, config.keys)
+    parts, batches = _parts(call, count * size.q_heads)
+    return Diagonals(*map(i32, (-before, count, parts, batches, size.batch)))
+
+
+def _offset_gradients(
+    call: Call,
+    gradients: Gradients,
+    memory: dict[str, Array],
+    shared: dict[str, Any],
+    scalars: dict[str, Any],
+    capability: int,
+) -> list[Launch]:
+    """One walk for all biases of offsets, then each bias's own fold."""
+    config = configs.offset_gradient(capability, *_kind(call))
+    size = call.size
+    along = _diagonals(call, config)
+    ranges = {
+        "query_starts": shared["query_starts"],
+        "masks": shared["masks"],
+        "found": memory["key_ranges"],
+        "sizes": scalars["sizes"],
+        "numbers": scalars["numbers"],
+        "options": scalars["options"],
+    }
+    tiles = _tiles(size.q_len, config.rows) * size.batch
+    launches = _launch(key_ranges, tiles, ranges, {"TILE_M": config.rows}, configs.KEY_RANGES)
+    biases = list(zip(args.bias_children(call.bias), shared["biases"], strict=True))
+    arguments = {
+        **shared,
+        "constant": tuple(bias for child, bias in biases if child.gradient == "offset"),
+        "varying": tuple(bias for child, bias in biases if child.gradient != "offset"),
+        "seen": memory["key_ranges"],
+        "windows": memory["windows"],
+        **scalars,
+        "diagonals": along,
+    }
+    grid = along.parts.value * size.q_heads * along.count.value if size.batch else 0
+    launches += _launches(offset_gradient, grid, arguments, _dims(call), config)
+    first = {"windows": memory["windows"], "query_starts": shared["query_starts"]}
+    last = {"diagonals": along}
+    fold = (fold_offsets, "offset", {"TILE_N": config.keys})
+    return launches + _folds(call, gradients, fold, first, last, scalars, along.parts.value)
+
+
+def _pair_parts(call: Call, config: Config) -> Parts:
+    size = call.size
+    tiles = _tiles(size.q_len, config.rows) * _tiles(size.kv_len, config.keys)
+    return Parts(*map(i32, _parts(call, max(tiles * size.q_heads, 1))))
+
+
+def _pair_gradients(
+    call: Call,
+    gradients: Gradients,
+    memory: dict[str, Array],
+    shared: dict[str, Any],
+    scalars: dict[str, Any],
+    capability: int,
+) -> list[Launch]:
+    """As for a dense bias, in parts of the batch, then each bias's own fold."""
+    sums = memory["pair_sums"]
+    parts = _pair_parts(call, configs.dense_gradient(capability, *_kind(call)))
+    launches = _dense_gradient(call, sums, shared, scalars, capability, parts.batches.value)
+    first = {"sums": sums, "query_starts": shared["query_starts"]}
+    fold = (fold_pairs, "pair", {"BLOCK": configs.FOLD.keys})
+    last = {"parts": parts}
+    return launches + _folds(call, gradients, fold, first, last, scalars, parts.count.value)
+
+
+def _folds(
+    call: Call,
+    gradients: Gradients,
+    fold: tuple[Any, str, dict[str, int]],
+    first: dict[str, Any],
+    last: dict[str, Any],
+    scalars: dict[str, Any],
+    parts: int,
+) -> list[Launch]:
+    """fold: the kernel, the kind of gradient, its constant."""
+    kernel, kind, constants = fold
+    launches = []
+    config = configs.FOLD
+    alike = parts if isinstance(call.query_start, int) else 1
+    for child, gradient in _parameters(call, gradients):
+        if gradient is None or child.gradient != kind:
+            continue
+        heads, entries, strides = args.entry_strides(gradient, child.heads_last)
+        arguments = {
+            **first,
+            "bias": (args.on_device(child.on_device()),),
+            "gradient": gradient,
+            "gradient_strides": strides,
+            "sizes": scalars["sizes"],
+            "numbers": scalars["numbers"],
+            **last,
+            "orbit": Entries(i32(entries), i32(call.size.q_heads // heads), i32(alike)),
+        }
+        grid = _tiles(entries, config.rows) * heads
+        launches += _launch(kernel, grid, arguments, {"ENTRIES": config.rows, **constants}, config)
+    return launches
+
+
+def _kinds(call: Call, wanted: Gradients) -> set[str]:
+    """How the gradients that are wanted of biases are made."""
+    return {child.gradient for child, gradient in _parameters(call, wanted) if gradient}
 
 
 def _folded(call: Call, gradients: Gradients) -> tuple[bool, ...]:
@@ -312,6 +481,10 @@ def _parameters(call: Call, gradients: Gradients) -> list[tuple[Any, Any]]:
 
 def _sinks(call: Call) -> Array:
     return null(call.query.dtype) if call.sinks is None else call.sinks
+
+
+def _kind(call: Call) -> tuple[int, int]:
+    return ITEM_BYTES[call.query.dtype], _dim(call)
 
 
 def _dim(call: Call) -> int:

@@ -35,12 +35,19 @@ class Tiles(NamedTuple):
 @triton.jit
 def keys_of(q_start, q_stop, masks, matrix, TILE: tl.constexpr, ALL_PARTIAL: tl.constexpr):
     """The tiles of keys for the queries at positions from q_start to q_stop."""
+    start, full_start, full_stop, stop = key_range(q_start, q_stop, masks, matrix)
+    return _walk(start, full_start, full_stop, stop, TILE, ALL_PARTIAL)
+
+
+@triton.jit
+def key_range(q_start, q_stop, masks, matrix):
+    """The range of keys for the queries at positions from q_start to q_stop."""
     start, full_start, full_stop, stop = 0, 0, matrix.kv_len, matrix.kv_len
     for i in tl.static_range(len(masks)):
         a, b, c, d = masks[i].key_range(q_start, q_stop, matrix, masks[i])
         start, full_start = max(start, a), max(full_start, b)
         full_stop, stop = min(full_stop, c), min(stop, d)
-    return _walk(start, full_start, full_stop, stop, TILE, ALL_PARTIAL)
+    return start, full_start, full_stop, stop
 
 
 @triton.jit
