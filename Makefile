@@ -6,7 +6,12 @@ PYTHON := $(VENV)/bin/python
 # A CPU build of torch is enough here, and small; a GPU machine may bring its own: see CONTRIBUTING.
 TORCH := torch==2.13.0
 
-.PHONY: demo test lint format clean
+# What `make compile-matrix` uses: TRITON=3.9.0 another Triton, in an environment without torch.
+TRITON :=
+RECORD :=
+MATRIX := $(if $(TRITON),.venv-triton-$(TRITON),$(VENV))
+
+.PHONY: demo test compile-matrix lint format clean
 
 demo: $(VENV)/ready
 	$(PYTHON) -m limelight demo --question "Why should we protect the forests?"
@@ -14,6 +19,9 @@ demo: $(VENV)/ready
 test: $(VENV)/ready
 	$(PYTHON) -m pytest -n auto
 	TRITON_INTERPRET=1 $(PYTHON) -m pytest -n auto tests/kernels/test_interpreter.py
+
+compile-matrix: $(MATRIX)/ready
+	PYTHONPATH=tests/kernels $(MATRIX)/bin/python -m compile_matrix $(if $(RECORD),--record)
 
 lint: $(VENV)/ready
 	$(VENV)/bin/ruff check .
@@ -30,5 +38,10 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m pip install --quiet --disable-pip-version-check -e ".[demo,dev]" -c constraints.txt
 	touch $@
 
+.venv-triton-%/ready: pyproject.toml constraints.txt
+	python3 -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -e . triton==$* -c constraints.txt
+	touch $@
+
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) .venv-triton-*

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from typer.testing import CliRunner
 
 import limelight as ll
 from limelight.biases import Bias
-from limelight.cli import app, checks
+from limelight.cli import app, checks, cold_start
 from limelight.cli.grammar import parse_bias, parse_mask
 from limelight.devices import NAMED
 from limelight.examples import kinds
@@ -223,6 +224,35 @@ def test_doctor_fails_for_nan(monkeypatch):
         Math, "forward", lambda self, call: (call.query * np.nan, call.query[..., 0])
     )
     assert run("doctor").exit_code == 1
+
+
+def test_doctor_times_a_cold_start_when_asked(monkeypatch):
+    asked = []
+
+    def measured(target, folder):
+        asked.append((target, folder))
+        return [7.25, 0.5][len(asked) - 1]
+
+    monkeypatch.setattr(cold_start, "_ready", measured)
+    monkeypatch.setattr(cold_start, "find_spec", lambda name: name)
+    monkeypatch.setattr(checks, "checks", list)
+    assert "cold start" not in run("doctor").stdout
+    found = " ".join(run("doctor", "--cold-start").stdout.split())
+    assert "7.2 s until" in found
+    assert "0.5 s in the next process" in found
+    (target, folder), again = asked
+    assert again == (target, folder)
+    assert not Path(folder).exists()
+
+    monkeypatch.setattr(cold_start, "find_spec", lambda name: None if name == "triton" else name)
+    assert "triton, which compiles, is not installed" in run("doctor", "--cold-start").stdout
+
+
+@pytest.mark.slow
+def test_a_cold_start_is_slower_than_a_warm_one():
+    pytest.importorskip("triton")
+    found = cold_start.cold_start((8, 0))
+    assert found.empty > found.from_disk > 0
 
 
 def test_doctor_without_torch(monkeypatch):

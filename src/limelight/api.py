@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from limelight.adapters import adapter_of
+from limelight.adapters import adapter_for, adapter_of
 from limelight.adapters.base import Adapter, Arguments
 from limelight.biases import Bias, DenseBias
 from limelight.call import Gradients
 from limelight.devices import Device
-from limelight.dispatch import Choice, allowed, decide
+from limelight.dispatch import KNOWN, Choice, allowed, choose, decide
 from limelight.errors import invalid, invalid_type
 from limelight.masks import Causal, DenseMask, Mask
 from limelight.problem import DTYPES, Problem
@@ -153,6 +153,57 @@ def explain(
     >>> print(explain(Problem.of(q_len=128, dtype="float64"), device="RTX 2080").backend)
     tiled
     """
+    problem, _ = _posed(query, key, value, device, options)
+    return decide(problem, allowed())
+
+
+def precompile(
+    query: Any,
+    key: Any = None,
+    value: Any = None,
+    *,
+    device: str | Device | None = None,
+    **options: Any,
+) -> Choice:
+    """Compiles what a call and its gradients need, so that its first run, or a capture, does not.
+
+    Lengths, batch sizes and numbers of heads are not compiled in: one call serves others that
+    differ in them alone. What is compiled is kept in memory and on disk; where the device is a GPU
+    of this machine it is loaded too, and the call can then be captured in a CUDA graph at once.
+
+    Arguments:
+        query, key, value, options: those of `attention`, with `requires_grad` set as it will be; or
+            one `Problem`, alone, whose `gradients` say which are wanted.
+        device: a GPU to compile for, which need not be here: as `explain` takes it.
+
+    Returns:
+        The `Choice` of what will run the call. Only the backend `flash` compiles anything.
+
+    Raises:
+        ValueError, TypeError: as `attention`.
+        NoBackendError: no allowed backend can run the call on that device.
+        CaptureError (limelight.launcher): a CUDA graph is being captured, and something is missing.
+
+    >>> precompile(Problem.of(q_len=128)).backend  # on the CPU, where nothing is compiled
+    'torch_cpu'
+    """
+    problem, arguments = _posed(query, key, value, device, options)
+    choice = choose(problem, allowed())
+    backend = KNOWN[choice.backend]  # type: ignore[index]
+    if backend.compiles:
+        if arguments is None:
+            call = adapter_for(problem.library).placeholder_call(problem)
+        else:
+            call = adapter_of(query).call(arguments, problem)
+        backend.precompile(call)
+    return choice
+
+
+def _posed(
+    query: Any, key: Any, value: Any, device: str | Device | None, options: dict[str, Any]
+) -> tuple[Problem, Arguments | None]:
+    """The problem that a call poses on a device, and its prepared arguments if it has any."""
+    arguments = None
     if isinstance(query, Problem):
         if key is not None or value is not None or options:
             raise invalid_type(
@@ -161,11 +212,12 @@ def explain(
         problem = query
     else:
         adapter = adapter_of(query)
-        problem = adapter.describe(adapter.prepared(Arguments(query, key, value, **options)))
+        arguments = adapter.prepared(Arguments(query, key, value, **options))
+        problem = adapter.describe(arguments)
     if device is not None:
         device = device if isinstance(device, Device) else Device.named(device)
         problem = replace(problem, device=device)
-    return decide(problem, allowed())
+    return problem, arguments
 
 
 def scaled_dot_product_attention(

@@ -11,7 +11,11 @@ Public, so that whoever writes a mask, a bias or a backend can hold it to the sa
 from __future__ import annotations
 
 import contextlib
+import tempfile
+from collections import OrderedDict
 from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -142,8 +146,34 @@ def poisoned() -> Iterator[None]:
             (torch, "empty_like"),
             (torch, "empty_strided"),
             (torch.Tensor, "new_empty"),
+            (torch.Tensor, "new_empty_strided"),
         ):
             stack.enter_context(mock.patch.object(owner, name, filled(getattr(owner, name))))
+        yield
+
+
+@contextlib.contextmanager
+def compiled_for(target: tuple[int, int]) -> Iterator[None]:
+    """Has `flash` plan and compile for another GPU inside the `with`, and run that on the one here.
+
+    Only the machine code is not the other GPU's: the driver assembles it for the one here from
+    the other's PTX. Needs a GPU at least as new. Nothing that is compiled is kept.
+
+    target: compute capability, such as (7, 5).
+    """
+    from limelight.kernels import program, torch_flash
+    from limelight.launcher import Cache, Kernel, cache
+
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        own = Cache(Path(folder))
+        for owner, name, replacement in (
+            (cache, "Kernel", partial(Kernel, from_ptx=True)),
+            (program, "default_cache", lambda: own),
+            (torch_flash, "default_cache", lambda: own),
+            (torch_flash, "_prepared", OrderedDict()),
+            (torch_flash, "_target", lambda call: target),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, replacement))
         yield
 
 

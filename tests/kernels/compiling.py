@@ -1,58 +1,29 @@
-"""Compiles the plan's launches for any GPU, without one, and reads what ptxas made of them."""
+"""Compiles the plan's launches for any GPU, without one, and reads what ptxas made of them.
+
+    python -m compiling 75 float16 128
+
+prints the resources of every kernel as JSON. A process that interprets cannot compile, and a
+compiler that fails may abort its process: so whoever asks reads it from another one.
+"""
 
 from __future__ import annotations
 
 import json
-import re
-import subprocess
 import sys
-import tempfile
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import replace
+from typing import Any
 
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-
+from limelight.biases import DenseBias
 from limelight.call import Call, Gradients
 from limelight.kernels import plan
 from limelight.kernels.launch import Array, Launch
+from limelight.kernels.program import recipe
+from limelight.launcher import Binary, compile_kernel
 from limelight.masks import Causal
 
-CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
-
-@dataclass(frozen=True)
-class Resources:
-    """registers per thread; stack (spills) and shared memory in bytes."""
-
-    registers: int
-    stack: int
-    shared: int
-
-
-def source(launch: Launch) -> ASTSource:
-    return ASTSource(launch.kernel, launch.signature(), launch.compiled_in(), launch.hints())
-
-
-def compiled(launch: Launch, capability: int) -> triton.compiler.CompiledKernel:
-    options = {
-        "num_warps": launch.num_warps,
-        "num_stages": launch.num_stages,
-        "maxnreg": launch.max_registers,
-    }
-    return triton.compile(source(launch), GPUTarget("cuda", capability, 32), options)
-
-
-def resources(launch: Launch, capability: int) -> Resources:
-    kernel = compiled(launch, capability)
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
-        cubin.write(kernel.asm["cubin"])
-        cubin.flush()
-        command = [str(CUOBJDUMP), "--dump-resource-usage", cubin.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = {name: int(n) for name, n in re.findall(r"(REG|STACK):(\d+)", text)}
-    return Resources(found["REG"], found["STACK"], kernel.metadata.shared)
+def compiled(launch: Launch, capability: int) -> Binary:
+    return compile_kernel(recipe(launch, divmod(capability, 10)))
 
 
 def array(shape: tuple[int, ...], dtype: str) -> Array:
@@ -68,6 +39,11 @@ def problem(dtype: str, dim: int) -> Call:
     query = array((2, 16, 1000, dim), dtype)
     key = array((2, 4, 1000, dim), dtype)
     return Call(None, query, key, key, Causal(), None, None, 0, dim**-0.5, None, 0.0, None)
+
+
+def biased(dtype: str, dim: int) -> Call:
+    """The same with a dense bias that the batch shares."""
+    return replace(problem(dtype, dim), bias=DenseBias(array((16, 1000, 1000), "float32")))
 
 
 def launches(call: Call, capability: int) -> list[Launch]:
@@ -89,16 +65,22 @@ def launches(call: Call, capability: int) -> list[Launch]:
     )
 
 
-def main(capability: int, dtype: str, dim: int) -> None:
-    """Prints the resources of every kernel as JSON: a test reads them from another process.
+def sample(dtype: str, dim: int, capability: int) -> dict[str, Launch]:
+    """One launch of each kernel, by its name."""
+    plain = launches(problem(dtype, dim), capability)
+    *_, dense = launches(biased(dtype, dim), capability)
+    return {_name(launch): launch for launch in (*plain, dense)}
 
-    A process that interprets cannot compile, and a compiler that fails may abort its process.
-    """
-    found = {
-        _name(launch): asdict(resources(launch, capability))
-        for launch in launches(problem(dtype, dim), capability)
+
+def resources(launch: Launch, capability: int) -> dict[str, Any]:
+    """registers of a thread, stack (spills) of a thread and shared memory of a block in bytes."""
+    binary = compiled(launch, capability)
+    return {
+        "registers": binary.registers,
+        "stack": binary.stack,
+        "shared": binary.shared,
+        "tensor_cores": "mma" in binary.ptx,
     }
-    print(json.dumps(found))
 
 
 def _name(launch: Launch) -> str:
@@ -108,4 +90,6 @@ def _name(launch: Launch) -> str:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
+    capability, dtype, dim = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    found = sample(dtype, dim, capability).items()
+    print(json.dumps({name: resources(launch, capability) for name, launch in found}))

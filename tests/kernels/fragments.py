@@ -1,6 +1,6 @@
 """Two masks on the device that differ in their fragment alone, for the test of the cache's key.
 
-Run as a program: prints the keys under which Triton would keep a forward with each.
+Run as a program: prints the digests under which a forward with each is kept.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import compiling
 
 from limelight._jit import jit, tl
+from limelight.kernels.program import recipe
 from limelight.masks.base import Mask, all_keys, all_queries
 
 
@@ -43,4 +44,4 @@ class After(Mask):
 if __name__ == "__main__":
     for mask in (Before(), After(), Before()):
         call = replace(compiling.problem("float16", 64), mask=mask)
-        print(compiling.source(compiling.launches(call, 80)[0]).hash())
+        print(recipe(compiling.launches(call, 80)[0], (8, 0)).digest())

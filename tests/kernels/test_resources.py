@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -9,46 +10,69 @@ import sys
 
 import pytest
 
-from limelight.devices import _SHARED_MEMORY
-
 pytest.importorskip("triton")
 
+from compile_matrix import RECORD, SAMPLE, Case, Report, cases, compiled, complaints, config_of, run
 
-def program(module: str, *arguments: object) -> str:
-    """What a module prints, run in a process that does not interpret."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    command = [sys.executable, "-m", module, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
+from limelight.devices import _SHARED_MEMORY
+from limelight.kernels import configs
+
+
+def recorded() -> dict[str, Report]:
+    return json.loads(RECORD.read_text())["cases"]
+
+
+@pytest.mark.parametrize("case", SAMPLE, ids=str)
+def test_resources_are_as_recorded(case: Case) -> None:
+    assert complaints(case, compiled(case), recorded()[str(case)]) == []
 
 
 @pytest.mark.parametrize(
-    ("capability", "dtype", "dim", "stack"),
+    ("dtype", "stack"),
     [
-        (61, "float16", 64, 8),
-        (75, "float16", 128, 8),
-        (80, "float32", 64, 8),
-        (90, "float32", 64, 280),  # of dK and dV in TF32; in halves 176
-        (90, "bfloat16", 64, 96),  # of the keys' gradients: the fastest spills, outside its loops
+        ("float32", 280),  # of dK and dV in TF32; in halves 176
+        ("bfloat16", 96),  # of the keys' gradients: the fastest spills, outside its loops
     ],
 )
-def test_resources_are_as_recorded(capability: int, dtype: str, dim: int, stack: int) -> None:
-    found = json.loads(program("compiling", capability, dtype, dim))
-    names = {"forward", "row_numbers", "key_gradients", "query_gradient"}
-    if (capability, dtype) == (90, "float32"):
-        names |= {"measure_peaks", "split_into_halves"}
-        names |= {f"{name} in halves" for name in ("forward", "key_gradients", "query_gradient")}
-    assert names == set(found)
-    limit = _SHARED_MEMORY[divmod(capability, 10)]
-    for name, resources in found.items():
-        assert resources["stack"] <= stack, name  # bytes of a thread
-        assert resources["shared"] <= limit, name
+def test_hopper_spills_little(dtype: str, stack: int) -> None:
+    found = json.loads(run("compiling", 90, dtype, 64).stdout)
+    halves = {name for name in found if "halves" in name}
+    assert bool(halves) == (dtype == "float32")
+    assert max(resources["stack"] for resources in found.values()) <= stack
+
+
+def test_the_record_is_of_these_configurations_and_within_limits() -> None:
+    """`make compile-matrix RECORD=1` follows an edit of them."""
+    record = recorded()
+    assert {str(case) for case in SAMPLE} <= set(record) <= {str(case) for case in cases()}
+    for case in cases():
+        for kernel, resources in record.get(str(case), {}).items():
+            assert resources | config_of(kernel, case) == resources, f"{case} {kernel}"
+            limit = _SHARED_MEMORY[divmod(case.capability, 10)]
+            assert resources["shared"] <= limit, f"{case} {kernel}"
+
+
+def test_every_gpu_has_a_configuration() -> None:
+    for capability, item_bytes, dim in itertools.product(range(60, 130), (2, 4), (1, 80, 256)):
+        for kernel in ("forward", "key_gradients", "query_gradient", "dense_gradient"):
+            config = getattr(configs, kernel)(capability, item_bytes, dim)
+            assert config.num_stages == 1 or capability >= 80  # no asynchronous copies before
+
+
+def test_a_complaint_can_be_made() -> None:
+    case = Case(75, "float16", 64)
+    good = {"stack": 0, "tensor_cores": True}
+    assert complaints(case, {"forward": good}, {"forward": good}) == []
+    spilling = {"forward": good | {"stack": 65}}
+    assert "65 bytes of stack" in complaints(case, spilling, {"forward": good})[0]
+    slow = {"forward": good | {"tensor_cores": False}}
+    assert "no tensor cores" in complaints(case, slow, {"forward": good})[0]
+    assert complaints(case, "the compiler ended", None) == [f"{case}: the compiler ended"]
+    assert "not in resources.json" in complaints(case, {"forward": good}, None)[0]
 
 
 def test_an_edited_fragment_is_compiled_anew() -> None:
-    before, after, again = program("fragments").split()
+    before, after, again = run("fragments").stdout.split()
     assert before != after
     assert before == again
 

@@ -19,6 +19,7 @@ from limelight.launcher import (
     SharedMemoryError,
     abi,
     compile_kernel,
+    turing,
 )
 from limelight.launcher.binary import Binary, DamagedBinary
 from limelight.launcher.signature import Constant, Signature
@@ -120,6 +121,50 @@ def test_resources_agree_with_cuobjdump(tmp_path):
     command = [str(tool), "--dump-resource-usage", str(tmp_path / "a.cubin")]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert f"REG:{binary.registers} STACK:{binary.stack} " in text
+
+
+def product(kind: str, **changes) -> Recipe:
+    signature = {"left": f"*{kind}", "right": f"*{kind}", "out": "*fp32", "SIZE": 32}
+    return Recipe(**{"function": k.multiply, "signature": signature, "target": (7, 5)} | changes)
+
+
+def test_turing_multiplies_float16_on_tensor_cores():
+    binary = compile_kernel(product("fp16", num_stages=3))  # more than one stage would abort
+    assert turing.INSTRUCTION in binary.ptx
+    assert ".target sm_75" in binary.ptx
+    assert binary.target == (7, 5)
+    assert binary.stack == 0
+
+
+@pytest.mark.parametrize(
+    "other",
+    [product("fp32"), product("bf16"), product("fp16", target=(7, 0))],
+    ids=["fp32", "bf16", "Volta"],
+)
+def test_other_products_are_left_to_fma(other):
+    binary = compile_kernel(other)
+    assert "mma.sync" not in binary.ptx
+    assert "fma.rn" in binary.ptx
+
+
+def test_without_the_instruction_the_ordinary_way_is_taken(monkeypatch):
+    monkeypatch.setattr(turing, "INSTRUCTION", "not in the PTX")
+    binary = compile_kernel(product("fp16"))
+    assert "mma.sync" not in binary.ptx
+    assert "fma.rn" in binary.ptx
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "%0 = tt.dot %a, %b, %c : tensor<16x16xbf16, #a> * tensor<16x16xbf16, #b> -> tensor<16x16xf32, #mma>",
+        "%0 = tt.dot %a, %b, %c : tensor<16x16xf16, #a> * tensor<16x16xf16, #b> -> tensor<16x16xf32, #mma>",
+    ],
+    ids=["no product", "bfloat16", "no layout to rename"],
+)
+def test_what_turing_cannot_run_is_seen_before(text):
+    assert not turing._fits(text)
 
 
 def test_too_much_shared_memory_for_the_target():

@@ -11,6 +11,16 @@ from limelight.errors import invalid_type
 _SUPPORTED = "a torch tensor or a NumPy array"
 
 
+def adapter_for(library: str) -> Adapter:
+    """The adapter for a problem's library. Raises ModuleNotFoundError without the library."""
+    if library == "torch":
+        from limelight.adapters.torch.adapter import ADAPTER
+    else:
+        from limelight.adapters.numpy import ADAPTER
+
+    return ADAPTER
+
+
 def adapter_of(query: Any) -> Adapter:
     """The adapter for an array's library. Raises TypeError for what no adapter knows."""
     torch = sys.modules.get("torch")

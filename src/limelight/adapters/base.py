@@ -120,6 +120,10 @@ class Adapter:
         """The array expanded to a shape, without a copy."""
         raise NotImplementedError
 
+    def placeholder(self, layout: Layout) -> Any:
+        """An array without memory, for a backend that compiles."""
+        raise NotImplementedError
+
     # The steps of a call.
 
     def prepared(self, a: Arguments) -> Arguments:
@@ -227,6 +231,18 @@ class Adapter:
             dropout_p=problem.dropout_p,
             seed=seed,
         )
+
+    def placeholder_call(self, problem: Problem) -> Call:
+        """The problem's call, on arrays without memory."""
+
+        def placed(value: Any) -> Any:
+            if isinstance(value, Term):
+                return value.map_tensors(self.placeholder)
+            return self.placeholder(value) if isinstance(value, Layout) else value
+
+        names = ("query", "key", "value", "mask", "bias", "query_start", "sinks")
+        arrays = {name: placed(getattr(problem, name)) for name in names}
+        return self.call(Arguments(**arrays), problem)
 
     def _start(self, a: Arguments, problem: Problem) -> Any:
         """The position of the first query: a number, or an array with one per batch element."""

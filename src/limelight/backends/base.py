@@ -36,6 +36,7 @@ class Backend:
 
     name: ClassVar[str]
     summary: ClassVar[str]  # one line for explain()
+    compiles: ClassVar[bool] = False  # whether a first call compiles something
 
     def why_not(self, problem: Problem) -> list[Reason]:
         """Every reason against running the problem; an empty list means that it can run.
@@ -47,6 +48,13 @@ class Backend:
     def config(self, problem: Problem) -> TileConfig | None:
         """How the problem would be cut into tiles, where the backend does that."""
         return None
+
+    def precompile(self, call: Call) -> None:
+        """Makes ready what `forward` and the gradients that the problem names need to compile.
+
+        The call's tensors may hold nothing, and be on another device than the problem's.
+        """
+        raise NotImplementedError
 
     def forward(self, call: Call) -> tuple[Any, Any]:
         """out [B, H, M, E] and the log-sum-exp [B, H, M], float32 (float64 for float64), which may

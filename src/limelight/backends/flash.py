@@ -22,6 +22,7 @@ DTYPES = ("float16", "bfloat16", "float32")
 
 class Flash(Backend):
     name = "flash"
+    compiles = True
     summary = "fused Triton kernels, O(L) memory, every mask and bias that has a fragment"
 
     def why_not(self, problem: Problem) -> list[Reason]:
@@ -80,6 +81,11 @@ class Flash(Backend):
             item = configs.HALVES
         found = configs.forward(target, item, dim)
         return TileConfig(found.rows, found.keys, found.source)
+
+    def precompile(self, call: Call) -> None:
+        from limelight.kernels import torch_flash
+
+        torch_flash.precompile(call)
 
     def forward(self, call: Call) -> tuple[Any, Any]:
         return _kernels().forward(call)

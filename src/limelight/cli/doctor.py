@@ -6,7 +6,7 @@ import platform
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
@@ -15,7 +15,12 @@ from limelight.cli.console import console
 PACKAGES = ("numpy", "torch", "triton", "jax", "cupy", "transformers")
 
 
-def doctor() -> None:
+def doctor(
+    cold_start: Annotated[
+        bool,
+        typer.Option("--cold-start", help="Time the first compilation too; takes some seconds."),
+    ] = False,
+) -> None:
     """Check every backend that can run here against the float64 oracle, forward and gradients.
 
     Exits with 1 where a check fails.
@@ -27,6 +32,10 @@ def doctor() -> None:
     with out.status("checking"):
         found = list(checks())
     out.print(_results(found))
+    if cold_start:
+        with out.status("compiling"):
+            line = _cold_start()
+        out.print(line)
     failed = [check for check in found if isinstance(check, Check) and not check.passed]
     if failed:
         out.print(f"[bold red]{len(failed)} of the checks failed[/bold red]")
@@ -34,6 +43,23 @@ def doctor() -> None:
     out.print(
         "[bold green]all checks passed[/bold green]: ||out - reference|| / ||reference||, forward "
         "and the worst gradient, against limelight.reference"
+    )
+
+
+def _cold_start() -> str:
+    """How long a first call waits, in words: on the first GPU, else for one by name."""
+    from limelight.cli.cold_start import cold_start
+    from limelight.devices import Device
+
+    device = next(iter(_gpus()), Device.named("A100"))
+    target = device.compute_capability
+    assert target is not None  # it is a GPU
+    found = cold_start(target)
+    if isinstance(found, str):
+        return f"[dim]cold start not timed: {found}[/dim]"
+    return (
+        f"cold start for {device}: {found.empty:.1f} s until a causal float16 forward and backward "
+        f"are compiled, {found.from_disk:.1f} s in the next process"
     )
 
 

@@ -12,6 +12,7 @@ COMPILED = "compiled, not measured"
 SPILLS = "compiled, spills registers, not measured"
 H200 = "the fastest of about ten on an H200 at length 4096"
 H200_OF_SEVEN = "the fastest of six or seven on an H200 at length 4096"
+TURING = "no spills; among the fastest of sm_75's code on an H200, at Turing's occupancy"
 
 
 @dataclass(frozen=True)
@@ -36,11 +37,17 @@ TINY = Config(16, 16, 8, 1, SPILLS)
 
 # Each line: the least compute capability and the bytes of an element that it serves, then a Config
 # by the greatest padded head_dim. The 80 lines stay within 99 KB, to serve 86, 89 and 120 too.
+# The 75 lines are for its tensor cores, which multiply float16 only.
 _FORWARD = {
     (60, 2): {64: Config(64, 16, 8, 1), 128: Config(64, 16, 8, 1), 256: Config(32, 16, 8, 1)},
     (60, 4): {64: Config(32, 16, 8, 1), 128: Config(32, 16, 8, 1), 256: Config(16, 16, 8, 1)},
+    (75, 2): {
+        64: Config(64, 64, 4, 1, TURING),
+        128: Config(128, 64, 8, 1, TURING),
+        256: Config(64, 32, 8, 1, TURING),
+    },
     (80, 2): {64: Config(128, 64, 4, 3), 128: Config(64, 64, 8, 2), 256: Config(64, 32, 8, 2)},
-    (80, 4): {64: Config(32, 32, 4, 2), 128: Config(32, 32, 8, 1), 256: TINY},
+    (80, 4): {64: Config(32, 32, 4, 2), 128: Config(32, 32, 4, 1), 256: TINY},
     (90, 2): {
         64: Config(64, 64, 4, 3, H200, max_registers=168),
         128: Config(64, 64, 4, 3, H200),
@@ -52,7 +59,12 @@ _FORWARD = {
 # dK and dV, a program for each tile of keys.
 _KEYS = {
     (60, 2): {64: Config(16, 64, 8, 1), 128: Config(16, 16, 8, 1), 256: TINY},
-    (60, 4): {64: Config(16, 32, 8, 1), 128: Config(16, 16, 8, 1), 256: Config(16, 16, 8, 1)},
+    (60, 4): {64: Config(16, 32, 8, 1), 128: Config(16, 16, 8, 1), 256: Config(16, 4, 8, 1)},
+    (75, 2): {
+        64: Config(32, 32, 4, 1, TURING),
+        128: Config(32, 32, 4, 1, TURING),
+        256: Config(16, 32, 8, 1, TURING),
+    },
     (80, 2): {64: Config(32, 64, 4, 2), 128: Config(32, 64, 8, 2), 256: Config(32, 32, 8, 1)},
     (80, 4): {64: Config(32, 32, 8, 1), 128: Config(16, 16, 4, 1), 256: TINY},
     (90, 2): {
@@ -62,11 +74,17 @@ _KEYS = {
     },
     (90, HALVES): {64: Config(64, 64, 4, 1, H200_OF_SEVEN)},
     (90, 4): {64: Config(32, 64, 4, 1, H200), 128: Config(32, 32, 4, 1, H200), 256: TINY},
+    (100, 2): {64: Config(64, 64, 8, 2), 128: Config(64, 64, 8, 1), 256: Config(32, 32, 8, 2)},
 }
 # dQ, a program for each tile of queries.
 _QUERIES = {
     (60, 2): {64: Config(64, 16, 8, 1), 128: Config(16, 16, 8, 1), 256: TINY},
-    (60, 4): {64: Config(32, 16, 8, 1), 128: Config(16, 16, 8, 1), 256: Config(16, 16, 8, 1)},
+    (60, 4): {64: Config(32, 16, 8, 1), 128: Config(16, 16, 8, 1), 256: Config(4, 16, 8, 1)},
+    (75, 2): {
+        64: Config(64, 32, 4, 1, TURING),
+        128: Config(32, 32, 4, 1, TURING),
+        256: Config(16, 16, 4, 1, TURING),
+    },
     (80, 2): {64: Config(64, 64, 4, 2), 128: Config(64, 32, 8, 2), 256: Config(64, 32, 8, 1)},
     (80, 4): {64: Config(32, 32, 4, 1), 128: Config(32, 16, 8, 1), 256: TINY},
     (90, 2): {
@@ -80,9 +98,14 @@ _QUERIES = {
 # A tile of a dense bias's gradient.
 _DENSE = {
     (60, 2): {64: Config(64, 16, 8, 1), 128: Config(16, 16, 8, 1), 256: TINY},
-    (60, 4): {64: Config(16, 16, 8, 1), 128: Config(16, 16, 8, 1), 256: Config(16, 16, 8, 1)},
-    (80, 2): {64: Config(64, 64, 4, 1), 128: Config(64, 32, 4, 1), 256: Config(32, 16, 4, 1)},
-    (80, 4): {64: Config(32, 16, 4, 1), 128: Config(16, 16, 8, 1), 256: TINY},
+    (60, 4): {64: Config(16, 16, 8, 1), 128: Config(16, 16, 8, 1), 256: Config(8, 8, 8, 1)},
+    (75, 2): {64: Config(64, 32, 4, 1), 128: Config(32, 32, 4, 1), 256: Config(32, 16, 4, 1)},
+    (80, 2): {64: Config(64, 32, 4, 1), 128: Config(64, 32, 4, 1), 256: Config(32, 16, 4, 1)},
+    (80, 4): {
+        64: Config(32, 16, 4, 1),
+        128: Config(16, 16, 8, 1),
+        256: Config(16, 32, 8, 1, SPILLS),
+    },
     (90, 2): {64: Config(64, 128, 8, 2), 128: Config(64, 128, 8, 1), 256: Config(64, 64, 8, 1)},
     (90, 4): {64: Config(32, 16, 4, 1), 128: Config(16, 16, 8, 1), 256: TINY},
 }
@@ -101,6 +124,7 @@ MANY_PROGRAMS = 512
 KEY_RANGES = Config(1, 1, 1, 1)
 FOLD = Config(16, 128, 1, 1)
 ROW_NUMBERS = Config(64, 1, 4, 1)
+WIDE_ROW_NUMBERS = Config(64, 1, 8, 1)  # rows over half a kilobyte
 PARTIAL_SUMS = Config(1, 128, 1, 1)
 
 
@@ -139,6 +163,10 @@ def query_gradient(capability: int, item_bytes: int, dim: int) -> Config:
     return _find(_QUERIES, capability, item_bytes, dim)
 
 
+def row_numbers(capability: int, item_bytes: int, dim: int) -> Config:
+    return WIDE_ROW_NUMBERS if item_bytes * dim > 512 else ROW_NUMBERS
+
+
 def dense_gradient(capability: int, item_bytes: int, dim: int) -> Config:
     return _find(_DENSE, capability, item_bytes, dim)
 
@@ -151,8 +179,9 @@ _Table = dict[tuple[int, int], dict[int, Config]]
 
 
 def _find(table: _Table, capability: int, item_bytes: int, dim: int) -> Config:
-    if capability >= 120:  # the matrix products and the 99 KB of sm_86, not those of sm_90
+    # sm_120 has sm_80's matrix products and the 99 KB of sm_86; in float32 sm_100 is like it.
+    if capability >= 120 or (capability >= 100 and item_bytes == 4):
         capability = 80
-    least = max(served for served, _ in table if served <= capability)
+    least = max(c for c, item in table if c <= capability and item == item_bytes)
     by_dim = table[least, item_bytes]
     return by_dim[min(served for served in by_dim if served >= dim)]

@@ -80,9 +80,8 @@ def scratch(
     batch, heads, q_len, kv_len = call.size
     needed = {"row_numbers": Shape((batch, heads, q_len, ROW_NUMBERS.value), "float32")}
     if wanted.sinks:
-        needed["sink_sums"] = Shape(
-            (batch, heads, _tiles(q_len, configs.ROW_NUMBERS.rows)), "float32"
-        )
+        rows = configs.row_numbers(capability, configs.item(call.query.dtype), _dim(call)).rows
+        needed["sink_sums"] = Shape((batch, heads, _tiles(q_len, rows)), "float32")
     folded = _folded(call, wanted)
     if any(folded):
         parts = _tiles(q_len, SLOPE_ROWS.value)
@@ -127,7 +126,8 @@ def backward(
     }
     sums = memory.get("slope_sums", null("float32"))
     folded = _folded(call, gradients)
-    launches = _row_numbers(call, out, lse, d_out, d_lse, gradients, memory)
+    config = configs.row_numbers(capability, configs.item(call.query.dtype), _dim(call))
+    launches = _row_numbers(call, out, lse, d_out, d_lse, gradients, memory, config)
     launches += variants.splitting(call, d_out, memory)
     found = variants.of(call, d_out, memory, capability, allow_tf32)
     for variant in found:
@@ -180,9 +180,10 @@ def _row_numbers(
     d_lse: Array | None,
     gradients: Gradients,
     memory: dict[str, Array],
+    config: Config,
 ) -> list[Launch]:
     batch, heads, q_len, _ = call.size
-    tiles = _tiles(q_len, configs.ROW_NUMBERS.rows)
+    tiles = _tiles(q_len, config.rows)
     sums = memory.get("sink_sums", null("float32"))
     arguments = {
         "out": out,
@@ -195,10 +196,8 @@ def _row_numbers(
         "strides": args.tensor_strides(call, out=out, d_out=d_out),
         "sizes": args.sizes(call),
     }
-    constants = {"VALUE_DIM": call.value.shape[3], "TILE_M": configs.ROW_NUMBERS.rows}
-    launches = _launch(
-        row_numbers, tiles * heads * batch, arguments, constants, configs.ROW_NUMBERS
-    )
+    constants = {"VALUE_DIM": call.value.shape[3], "TILE_M": config.rows}
+    launches = _launch(row_numbers, tiles * heads * batch, arguments, constants, config)
     if gradients.sinks is not None:
         launches += _add_up(sums, gradients.sinks, tiles, batches=batch, heads=heads)
     return launches

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from limelight.kernels.launch import Array, Launch, Scalar
-from limelight.launcher import Bound, Constant, Kernel, Recipe, default_cache
+from limelight.launcher import Bound, Constant, Recipe, default_cache
 
 
 class Slot(NamedTuple):
@@ -26,16 +26,18 @@ class Slot(NamedTuple):
 class Program:
     """Compiled launches. `run` fills in the addresses of the tensors that the slots named."""
 
-    def __init__(self, launches: Sequence[Launch], target: tuple[int, int]) -> None:
-        self._launches = tuple(_bound(launch, target) for launch in launches)
+    def __init__(
+        self, launches: Sequence[Launch], target: tuple[int, int], device: int, stream: int
+    ) -> None:
+        self._launches = tuple(_bound(launch, target, device, stream) for launch in launches)
 
     def run(self, addresses: Sequence[int], device: int, stream: int) -> None:
         for launch in self._launches:
             launch(device, stream, addresses)
 
 
-def _bound(launch: Launch, target: tuple[int, int]) -> Bound:
-    kernel = Kernel(default_cache().binary(recipe(launch, target)))
+def _bound(launch: Launch, target: tuple[int, int], device: int, stream: int) -> Bound:
+    kernel = default_cache().kernel(recipe(launch, target), device=device, stream=stream)
     values = [value for _, value in launch.values()]
     return kernel.bind(
         grid=(launch.grid, 1, 1),

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from limelight.call import Call, Gradients
 from limelight.kernels import plan
-from limelight.kernels.launch import Array, Shape
-from limelight.kernels.program import Program, Slot
+from limelight.kernels.launch import Array, Launch, Shape
+from limelight.kernels.program import Program, Slot, recipe
+from limelight.launcher import default_cache
 from limelight.problem import row_alignment
 
 _prepared: OrderedDict[Hashable, _Prepared] = OrderedDict()
@@ -41,13 +42,14 @@ def forward(call: Call) -> tuple[Tensor, Tensor | None]:
     key = ("forward", *_key(call))
     prepared = _prepared.get(key)
     if prepared is None:
-        prepared = _keep(key, _prepare_forward(call))
+        prepared = _keep(key, _prepare(call, *_forward_launches(call)))
     made = prepared.allocate(call.query)
     prepared.program.run(*_where([*call.tensors(), *made]))
     return made[0], made[1] if _wants_lse(call) else None
 
 
-def _prepare_forward(call: Call) -> _Prepared:
+def _forward_launches(call: Call) -> tuple[list[Launch], list[Tensor]]:
+    """The launches, and the tensors to allocate for each: out, the LSE if wanted, scratch."""
     batch, heads, q_len, _ = call.query.shape
     made = [call.query.new_empty((batch, q_len, heads, call.value.shape[3])).transpose(1, 2)]
     if _wants_lse(call):
@@ -65,7 +67,7 @@ def _prepare_forward(call: Call) -> _Prepared:
         dict(zip(needed, arrays[len(tensors) :], strict=True)),
         **_switches(call),
     )
-    return _Prepared(Program(launches, _target(call)), _made([*made, *memory]))
+    return launches, [*made, *memory]
 
 
 def _wants_lse(call: Call) -> bool:
@@ -86,26 +88,35 @@ def backward(
     given = [out, lse.contiguous(), d_out]
     if d_lse is not None:
         given.append(d_lse.float().contiguous())
-    parameters = call.bias.tensors() if call.bias is not None else ()
-    every = (call.query, call.key, call.value, call.sinks, *parameters)
-    flags = (*wanted[:4], *wanted.bias)
-    made = [torch.empty_like(tensor) for tensor in compress(every, flags)]
+    flags, made = _to_fill(call, wanted)
     tensors = [*call.tensors(), *given, *made]
 
     layouts = (out.stride(), d_out.stride(), d_out.data_ptr() & 15, d_lse is None)
     key = ("backward", flags, layouts, *_key(call))
     prepared = _prepared.get(key)
     if prepared is None:
-        prepared = _keep(key, _prepare_backward(call, tensors, len(given), wanted))
+        launches = _backward_launches(call, tensors, len(given), wanted)
+        prepared = _keep(key, _prepare(call, *launches))
     prepared.program.run(*_where([*tensors, *prepared.allocate(call.query)]))
     return _gradients(flags, made)
 
 
-def _prepare_backward(
+def _to_fill(call: Call, wanted: Gradients) -> tuple[tuple[bool, ...], list[Tensor]]:
+    """Of each input whether its gradient is wanted, and a tensor for each that is."""
+    parameters = call.bias.tensors() if call.bias is not None else ()
+    every = (call.query, call.key, call.value, call.sinks, *parameters)
+    flags = (*wanted[:4], *wanted.bias)
+    return flags, [torch.empty_like(tensor) for tensor in compress(every, flags)]
+
+
+def _backward_launches(
     call: Call, tensors: list[Tensor], given: int, wanted: Gradients
-) -> _Prepared:
-    """tensors: the call's own, then `given` that arrive (out, LSE, d_out, perhaps d_lse), then the
-    gradients to fill."""
+) -> tuple[list[Launch], list[Tensor]]:
+    """The launches, and the scratch to allocate for each.
+
+    tensors: the call's own, then `given` that arrive (out, LSE, d_out, perhaps d_lse), then the
+    gradients to fill.
+    """
     described = _described(call, tensors)
     needed = plan.scratch(described, wanted, **_switches(call))
     memory = _scratch(call, needed)
@@ -122,7 +133,55 @@ def _prepare_backward(
         dict(zip(needed, arrays[len(tensors) :], strict=True)),
         **_switches(call),
     )
-    return _Prepared(Program(launches, _target(call)), _made(memory))
+    return launches, memory
+
+
+def _prepare(call: Call, launches: Sequence[Launch], made: Sequence[Tensor]) -> _Prepared:
+    device = call.query.device.index
+    return _Prepared(
+        Program(launches, _target(call), device, _stream(device)),
+        tuple(_Made(tuple(each.shape), each.stride(), each.dtype) for each in made),
+    )
+
+
+def precompile(call: Call) -> None:
+    """Compiles what the forward needs, and the gradients that the problem names.
+
+    Loads it too where the problem's device is the GPU that holds the tensors or, for tensors that
+    are nowhere, torch's current one.
+    """
+    launches, made = _forward_launches(call)
+    names = call.problem.gradients
+    if names:
+        out, lse = made[:2]
+        query, key, value, sinks = (name in names for name in Gradients._fields[:4])
+        parameters = range(len(call.bias.tensors()) if call.bias is not None else 0)
+        bias = tuple(f"bias.{n}" in names for n in parameters)
+        wanted = Gradients(query, key, value, sinks, bias)
+        _, to_fill = _to_fill(call, wanted)
+        # Where the caller gets the LSE, a gradient of it may arrive or not.
+        for d_lse in ([], [lse]) if call.problem.return_lse else ([],):
+            given = [out, lse, out, *d_lse]
+            tensors = [*call.tensors(), *given, *to_fill]
+            launches += _backward_launches(call, tensors, len(given), wanted)[0]
+    device = _device(call)
+    for launch in launches:
+        kernel = recipe(launch, _target(call))
+        if device is None:
+            default_cache().binary(kernel)
+        else:
+            default_cache().kernel(kernel, device=device, stream=_stream(device))
+
+
+def _device(call: Call) -> int | None:
+    """The index of the GPU on which the call's kernels are to be loaded."""
+    if call.query.is_cuda:
+        index = call.query.device.index
+    elif torch.cuda.is_available():
+        index = torch.cuda.current_device()
+    else:
+        return None
+    return index if torch.cuda.get_device_capability(index) == _target(call) else None
 
 
 def _switches(call: Call) -> dict[str, Any]:
@@ -134,10 +193,6 @@ def _scratch(call: Call, needed: dict[str, Shape]) -> list[Tensor]:
         call.query.new_empty(each.shape, dtype=getattr(torch, each.dtype))
         for each in needed.values()
     ]
-
-
-def _made(tensors: Sequence[Tensor]) -> tuple[_Made, ...]:
-    return tuple(_Made(tuple(each.shape), each.stride(), each.dtype) for each in tensors)
 
 
 def _gradients(flags: Sequence[bool], made: Sequence[Any]) -> Gradients:
@@ -182,8 +237,11 @@ def _unit(tensor: Tensor) -> Tensor:
 
 def _where(tensors: Sequence[Tensor]) -> tuple[list[int], int, int]:
     device = tensors[0].device.index
-    stream = torch._C._cuda_getCurrentRawStream(device)  # current_stream() takes 5 us
-    return [tensor.data_ptr() for tensor in tensors], device, stream
+    return [tensor.data_ptr() for tensor in tensors], device, _stream(device)
+
+
+def _stream(device: int) -> int:
+    return torch._C._cuda_getCurrentRawStream(device)  # current_stream() takes 5 us
 
 
 def _target(call: Call) -> tuple[int, int]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from limelight.devices import Device
 from limelight.launcher import abi
 from limelight.launcher.binary import Binary, Scratch, SharedMemoryError
 from limelight.launcher.recipe import Recipe
+from limelight.launcher.turing import compile_for_tensor_cores
 
 _one_at_a_time = threading.Lock()
 
@@ -33,12 +35,9 @@ def compile_kernel(recipe: Recipe, *, isolated: bool = False) -> Binary:
         return compile_isolated(recipe)
 
     import triton
-    from triton.backends.compiler import GPUTarget
 
-    major, minor = recipe.target
-    target = GPUTarget("cuda", 10 * major + minor, 32)
     with _one_at_a_time, _without_line_info():
-        compiled = triton.compile(recipe.source(), target=target, options=recipe.all_options())
+        compiled = compile_for_tensor_cores(recipe) or _compile(recipe)
 
     facts, ptx, cubin = compiled.metadata, compiled.asm["ptx"], compiled.asm["cubin"]
     _check_shared_memory(recipe, facts.shared)
@@ -61,6 +60,15 @@ def compile_kernel(recipe: Recipe, *, isolated: bool = False) -> Binary:
         stack=resources.stack,
         triton_version=triton.__version__,
     )
+
+
+def _compile(recipe: Recipe) -> Any:
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    major, minor = recipe.target
+    target = GPUTarget("cuda", 10 * major + minor, 32)
+    return triton.compile(recipe.source(), target=target, options=recipe.all_options())
 
 
 def _check_shared_memory(recipe: Recipe, needed: int) -> None:

@@ -41,7 +41,8 @@ class CaptureError(RuntimeError):
 
     def __init__(self, doing: str) -> None:
         super().__init__(
-            f"cannot {doing} while a CUDA graph is captured: make the same call once before"
+            f"cannot {doing} while a CUDA graph is captured: make the same call once before, or "
+            "hand its arguments to limelight.precompile"
         )
 
 

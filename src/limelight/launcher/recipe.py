@@ -51,7 +51,9 @@ class Recipe:
                 raise ValueError(f"options: found {name!r}, which is not an option of Triton's")
             if name in _UNSUPPORTED_OPTIONS and value:
                 raise ValueError(f"options: found {name}=True, which the launcher does not support")
-        return {**self.options, "num_warps": self.num_warps, "num_stages": self.num_stages}
+        own = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        # Triton 3.9 warns where this is left to a default, as 3.10 will have the other one.
+        return {"enable_fp_fusion": True, **self.options, **own}
 
     def source(self) -> Any:
         """The kernel as Triton's compiler takes it, under our digest.

@@ -121,6 +121,10 @@ class TorchAdapter(Adapter):
     def broadcast(self, array: Any, shape: tuple[int, ...]) -> Any:
         return array.expand(shape)
 
+    def placeholder(self, layout: Layout) -> Any:
+        dtype = getattr(torch, layout.dtype)
+        return torch.empty_strided(layout.shape, layout.strides, dtype=dtype, device="meta")
+
     # The way of a call.
 
     def prepared(self, a: Arguments) -> Arguments:
