@@ -10,7 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from limelight.biases import Bias
 from limelight.call import Call, Gradients
+from limelight.masks import Mask
 from limelight.problem import Problem
 from limelight.tuning import TileConfig
 
@@ -66,3 +68,32 @@ class Backend:
         `lse` may come from another backend's forward.
         """
         raise NotImplementedError
+
+
+def fused_reasons(problem: Problem) -> list[Reason]:
+    """What speaks against every one of our own kernels for GPUs."""
+    p = problem
+    masks = p.mask.parts() if p.mask is not None else ()
+    biases = p.bias.parts() if p.bias is not None else ()
+    bare = [
+        part
+        for part in (*masks, *biases)
+        if getattr(type(part), "on_device", None) in (None, Mask.on_device, Bias.on_device)
+    ]
+    rules = (
+        (p.library != "torch", "runs on PyTorch tensors", p.library, "pass torch tensors"),
+        (p.device.kind != "cuda", "runs on NVIDIA GPUs", p.device, "move the tensors to one"),
+        (
+            p.triton_version is None,
+            "needs Triton, which compiles the kernels",
+            "not installed",
+            "pip install triton",
+        ),
+        (
+            bool(bare),
+            "takes masks and biases that define a fragment (on_device)",
+            ", ".join(map(repr, bare)),
+            "",
+        ),
+    )
+    return [Reason(rule, str(found), lift) for against, rule, found, lift in rules if against]

@@ -9,10 +9,8 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from limelight.backends.base import Backend, Reason
-from limelight.biases import Bias
+from limelight.backends.base import Backend, Reason, fused_reasons
 from limelight.call import Call, Gradients
-from limelight.masks import Mask
 from limelight.problem import Problem
 from limelight.tuning import TileConfig
 
@@ -26,27 +24,12 @@ class Flash(Backend):
     def why_not(self, problem: Problem) -> list[Reason]:
         p = problem
         capability = p.device.compute_capability
-        masks = p.mask.parts() if p.mask is not None else ()
-        biases = p.bias.parts() if p.bias is not None else ()
-        bare = [
-            part
-            for part in (*masks, *biases)
-            if getattr(type(part), "on_device", None) in (None, Mask.on_device, Bias.on_device)
-        ]
         rules = (
-            (p.library != "torch", "runs on PyTorch tensors", p.library, "pass torch tensors"),
-            (p.device.kind != "cuda", "runs on NVIDIA GPUs", p.device, "move the tensors to one"),
             (
                 capability is not None and capability < (6, 0),
                 "needs compute capability 6.0 (Pascal) or newer",
                 p.device,
                 "",
-            ),
-            (
-                p.triton_version is None,
-                "needs Triton, which compiles the kernels",
-                "not installed",
-                "pip install triton",
             ),
             (
                 p.dtype not in DTYPES,
@@ -60,14 +43,9 @@ class Flash(Backend):
                 p.device,
                 "use float16",
             ),
-            (
-                bool(bare),
-                "takes masks and biases that define a fragment (on_device)",
-                ", ".join(map(repr, bare)),
-                "",
-            ),
         )
-        return [Reason(rule, str(found), lift) for against, rule, found, lift in rules if against]
+        own = [Reason(rule, str(found), lift) for against, rule, found, lift in rules if against]
+        return fused_reasons(problem) + own
 
     def config(self, problem: Problem) -> TileConfig | None:
         from limelight.kernels import configs
