@@ -10,7 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from limelight.biases import Bias
+from limelight.biases.table import TableBias
 from limelight.call import Call, Gradients
+from limelight.masks import Mask
 from limelight.problem import Problem
 from limelight.tuning import TileConfig
 
@@ -74,3 +77,36 @@ class Backend:
         `lse` may come from another backend's forward.
         """
         raise NotImplementedError
+
+
+def fused_reasons(problem: Problem) -> list[Reason]:
+    """What speaks against every one of our own kernels for GPUs."""
+    p = problem
+    masks = p.mask.parts() if p.mask is not None else ()
+    biases = p.bias.parts() if p.bias is not None else ()
+    bare = [part for part in (*masks, *biases) if _is_bare(type(part))]
+    rules = (
+        (p.library != "torch", "runs on PyTorch tensors", p.library, "pass torch tensors"),
+        (p.device.kind != "cuda", "runs on NVIDIA GPUs", p.device, "move the tensors to one"),
+        (
+            p.triton_version is None,
+            "needs Triton, which compiles the kernels",
+            "not installed",
+            "pip install triton",
+        ),
+        (
+            bool(bare),
+            "takes masks and biases that define a fragment (on_device)",
+            ", ".join(map(repr, bare)),
+            "",
+        ),
+    )
+    return [Reason(rule, str(found), lift) for against, rule, found, lift in rules if against]
+
+
+def _is_bare(kind: type[Any]) -> bool:
+    """Whether a mask or bias says nothing about itself to a kernel."""
+    on_device = getattr(kind, "on_device", None)
+    if on_device is TableBias.on_device:
+        return kind.rule is TableBias.rule
+    return on_device in (None, Mask.on_device, Bias.on_device)

@@ -9,11 +9,8 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from limelight.backends.base import Backend, Reason
-from limelight.biases import Bias
-from limelight.biases.table import TableBias
+from limelight.backends.base import Backend, Reason, fused_reasons
 from limelight.call import Call, Gradients
-from limelight.masks import Mask
 from limelight.problem import Problem
 from limelight.tuning import TileConfig
 
@@ -28,23 +25,12 @@ class Flash(Backend):
     def why_not(self, problem: Problem) -> list[Reason]:
         p = problem
         capability = p.device.compute_capability
-        masks = p.mask.parts() if p.mask is not None else ()
-        biases = p.bias.parts() if p.bias is not None else ()
-        bare = [part for part in (*masks, *biases) if _is_bare(type(part))]
         rules = (
-            (p.library != "torch", "runs on PyTorch tensors", p.library, "pass torch tensors"),
-            (p.device.kind != "cuda", "runs on NVIDIA GPUs", p.device, "move the tensors to one"),
             (
                 capability is not None and capability < (6, 0),
                 "needs compute capability 6.0 (Pascal) or newer",
                 p.device,
                 "",
-            ),
-            (
-                p.triton_version is None,
-                "needs Triton, which compiles the kernels",
-                "not installed",
-                "pip install triton",
             ),
             (
                 p.dtype not in DTYPES,
@@ -58,14 +44,9 @@ class Flash(Backend):
                 p.device,
                 "use float16",
             ),
-            (
-                bool(bare),
-                "takes masks and biases that define a fragment (on_device)",
-                ", ".join(map(repr, bare)),
-                "",
-            ),
         )
-        return [Reason(rule, str(found), lift) for against, rule, found, lift in rules if against]
+        own = [Reason(rule, str(found), lift) for against, rule, found, lift in rules if against]
+        return fused_reasons(problem) + own
 
     def config(self, problem: Problem) -> TileConfig | None:
         from limelight.kernels import configs
@@ -101,11 +82,3 @@ def _kernels() -> Any:
     from limelight.kernels import torch_flash  # takes torch and Triton along
 
     return torch_flash
-
-
-def _is_bare(kind: type[Any]) -> bool:
-    """Whether a mask or bias says nothing about itself to a kernel."""
-    on_device = getattr(kind, "on_device", None)
-    if on_device is TableBias.on_device:
-        return kind.rule is TableBias.rule
-    return on_device in (None, Mask.on_device, Bias.on_device)

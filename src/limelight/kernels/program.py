@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from limelight.kernels.launch import Array, Launch, Scalar
-from limelight.launcher import Bound, Constant, Recipe, default_cache
+from limelight.launcher import Allocate, Bound, Constant, Recipe, default_cache
 
 
 class Slot(NamedTuple):
@@ -31,9 +31,16 @@ class Program:
     ) -> None:
         self._launches = tuple(_bound(launch, target, device, stream) for launch in launches)
 
-    def run(self, addresses: Sequence[int], device: int, stream: int) -> None:
+    def run(
+        self,
+        addresses: Sequence[int],
+        device: int,
+        stream: int,
+        allocate: Allocate | None = None,
+    ) -> None:
+        """allocate: memory for kernels that need scratch, see `Kernel`."""
         for launch in self._launches:
-            launch(device, stream, addresses)
+            launch(device, stream, addresses, allocate)
 
 
 def _bound(launch: Launch, target: tuple[int, int], device: int, stream: int) -> Bound:

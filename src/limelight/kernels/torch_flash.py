@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from itertools import compress
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from limelight.problem import row_alignment
 
 _prepared: OrderedDict[Hashable, _Prepared] = OrderedDict()
 _PROGRAMS = 4096
+Planned = Callable[..., list[Launch]]
 
 
 class _Prepared(NamedTuple):
@@ -37,18 +38,28 @@ class _Made(NamedTuple):
     dtype: torch.dtype
 
 
-def forward(call: Call) -> tuple[Tensor, Tensor | None]:
-    """out [B, H, M, E], laid out as (B, M, H, E), and the LSE [B, H, M], float32, if wanted."""
-    key = ("forward", *_key(call))
+def forward(call: Call, planned: Planned = plan.forward) -> tuple[Tensor, Tensor | None]:
+    """out [B, H, M, E], laid out as (B, M, H, E), and the LSE [B, H, M], float32, if wanted.
+
+    planned: which kernel, by its plan.
+    """
+    key = (planned, *_key(call))
     prepared = _prepared.get(key)
     if prepared is None:
-        prepared = _keep(key, _prepare(call, *_forward_launches(call)))
+        prepared = _keep(key, _prepare(call, *_forward_launches(call, planned)))
     made = prepared.allocate(call.query)
-    prepared.program.run(*_where([*call.tensors(), *made]))
+    prepared.program.run(*_where([*call.tensors(), *made]), allocate=_allocate(call.query))
     return made[0], made[1] if _wants_lse(call) else None
 
 
-def _forward_launches(call: Call) -> tuple[list[Launch], list[Tensor]]:
+def _allocate(like: Tensor) -> Callable[[int], int]:
+    """Memory for a launch on the current stream, which the allocator may reuse behind it."""
+    return lambda size: like.new_empty(size, dtype=torch.uint8).data_ptr()
+
+
+def _forward_launches(
+    call: Call, planned: Planned = plan.forward
+) -> tuple[list[Launch], list[Tensor]]:
     """The launches, and the tensors to allocate for each: out, the LSE if wanted, scratch."""
     batch, heads, q_len, _ = call.query.shape
     made = [call.query.new_empty((batch, q_len, heads, call.value.shape[3])).transpose(1, 2)]
@@ -60,7 +71,7 @@ def _forward_launches(call: Call) -> tuple[list[Launch], list[Tensor]]:
     memory = _scratch(call, needed)
     arrays = _arrays([*tensors, *memory])
     out, *lse = arrays[len(call.tensors()) : len(tensors)]
-    launches = plan.forward(
+    launches = planned(
         described,
         out,
         lse[0] if lse else None,

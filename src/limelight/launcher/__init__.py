@@ -20,6 +20,7 @@ from limelight.launcher.driver import CaptureError as CaptureError
 from limelight.launcher.driver import Driver as Driver
 from limelight.launcher.driver import DriverError as DriverError
 from limelight.launcher.driver import DriverNotFound as DriverNotFound
+from limelight.launcher.launch import Allocate as Allocate
 from limelight.launcher.launch import Bound as Bound
 from limelight.launcher.launch import Kernel as Kernel
 from limelight.launcher.recipe import Recipe as Recipe

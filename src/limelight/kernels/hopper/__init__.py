@@ -1,0 +1,1 @@
+"""Kernels for Hopper (sm_90), in Gluon. Imported by `backends/hopper.py` on first use."""
