@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from test_resources import program
+from compile_matrix import run
 
 from limelight.backends import BACKENDS
 from limelight.biases import ALiBi, DenseBias
@@ -26,7 +26,7 @@ H200 = Device.named("H200")
     ("dim", "stack", "shared"), [(64, 216, 123_380), (128, 8, 164_248), (256, 80, 197_016)]
 )
 def test_resources_are_as_recorded(dim: int, stack: int, shared: int) -> None:
-    found = json.loads(program("compiling_hopper", dim))
+    found = json.loads(run("compiling_hopper", dim).stdout)
     assert found["wgmma"] > 0
     assert found["registers"] * found["threads"] <= 65536
     assert found["stack"] <= stack

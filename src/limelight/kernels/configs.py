@@ -95,6 +95,10 @@ _QUERIES = {
     (90, HALVES): {64: Config(64, 64, 4, 2, H200_OF_SEVEN)},
     (90, 4): {64: Config(128, 32, 8, 1, H200), 128: Config(32, 32, 4, 1, H200), 256: TINY},
 }
+# The same where a bias of offsets is spread over the tile: a square one takes the fewest.
+_QUERIES_OF_OFFSETS = _QUERIES | {
+    (90, 2): {**_QUERIES[90, 2], 64: Config(64, 64, 4, 3, H200, max_registers=168)},
+}
 # A tile of a dense bias's gradient.
 _DENSE = {
     (60, 2): {64: Config(64, 16, 8, 1), 128: Config(16, 16, 8, 1), 256: TINY},
@@ -106,17 +110,29 @@ _DENSE = {
         128: Config(16, 16, 8, 1),
         256: Config(16, 32, 8, 1, SPILLS),
     },
-    (90, 2): {64: Config(64, 128, 8, 2), 128: Config(64, 128, 8, 1), 256: Config(64, 64, 8, 1)},
+    (90, 2): {
+        64: Config(64, 128, 8, 2, H200, max_registers=128),
+        128: Config(64, 128, 8, 1),
+        256: Config(64, 64, 8, 1),
+    },
     (90, 4): {64: Config(32, 16, 4, 1), 128: Config(16, 16, 8, 1), 256: TINY},
 }
 SPLIT = Config(64, 1, 4, 1)
 # A diagonal of tiles, of a bias of offsets; rows are at most keys.
 _OFFSETS = {
-    (60, 2): {64: Config(16, 64, 8, 1), 128: Config(16, 16, 8, 1), 256: TINY},
+    (60, 2): {
+        64: Config(16, 64, 8, 1, SPILLS),
+        128: Config(16, 16, 8, 1, SPILLS),
+        256: TINY,
+    },
     (60, 4): {64: Config(16, 16, 8, 1), 128: Config(16, 16, 8, 1), 256: Config(16, 16, 8, 1)},
     (80, 2): {64: Config(64, 64, 4, 2), 128: Config(32, 64, 4, 1), 256: Config(16, 32, 4, 1)},
     (80, 4): {64: Config(16, 32, 4, 1), 128: Config(16, 16, 8, 1), 256: TINY},
-    (90, 2): {64: Config(64, 128, 4, 2), 128: Config(64, 128, 4, 1), 256: Config(64, 64, 8, 1)},
+    (90, 2): {
+        64: Config(128, 128, 8, 2, H200),
+        128: Config(64, 128, 4, 1, SPILLS),
+        256: Config(64, 64, 8, 1, SPILLS),
+    },
     (90, 4): {64: Config(16, 32, 4, 1), 128: Config(16, 16, 8, 1), 256: TINY},
 }
 # Where a walk has fewer programs than this, the batch is split: they should fill a large GPU.
@@ -159,8 +175,9 @@ def key_gradients(capability: int, item_bytes: int, dim: int) -> Config:
     return _find(_KEYS, capability, item_bytes, dim)
 
 
-def query_gradient(capability: int, item_bytes: int, dim: int) -> Config:
-    return _find(_QUERIES, capability, item_bytes, dim)
+def query_gradient(capability: int, item_bytes: int, dim: int, offsets: bool = False) -> Config:
+    """offsets: whether a bias depends on the offset alone."""
+    return _find(_QUERIES_OF_OFFSETS if offsets else _QUERIES, capability, item_bytes, dim)
 
 
 def row_numbers(capability: int, item_bytes: int, dim: int) -> Config:

@@ -88,15 +88,15 @@ def scratch(
         needed["slope_sums"] = Shape((len(folded), batch, heads, parts), "float32")
     if variants.are_halves(call, capability, allow_tf32):
         needed |= variants.scratch(call, with_d_out=True)
-    kinds = _kinds(call, wanted)
+    kinds, item = _kinds(call, wanted), ITEM_BYTES[call.query.dtype]
     if "offset" in kinds:
-        config = configs.offset_gradient(capability, *_kind(call))
+        config = configs.offset_gradient(capability, item, _dim(call))
         along = _diagonals(call, config)
         shape = (along.parts.value, heads, along.count.value, 2, config.keys)
         needed["windows"] = Shape(shape, "float32")
         needed["key_ranges"] = Shape((batch, _tiles(q_len, config.rows), 4), "int32")
     if "pair" in kinds:
-        parts = _pair_parts(call, configs.dense_gradient(capability, *_kind(call)))
+        parts = _pair_parts(call, configs.dense_gradient(capability, item, _dim(call)))
         needed["pair_sums"] = Shape((parts.count.value, heads, q_len, kv_len), "float32")
     return needed
 
@@ -130,6 +130,7 @@ def backward(
     launches = _row_numbers(call, out, lse, d_out, d_lse, gradients, memory, config)
     launches += variants.splitting(call, d_out, memory)
     found = variants.of(call, d_out, memory, capability, allow_tf32)
+    offsets = any(child.gradient == "offset" for child in args.bias_children(call.bias))
     for variant in found:
         shared = {**_shared(call, variant, memory), "units": variant.units}
         scalars = _scalars(call, variant, written)
@@ -137,19 +138,21 @@ def backward(
             config = configs.key_gradients(capability, variant.item, _dim(call))
             launches += _key_gradients(call, gradients, shared, scalars, config)
         if gradients.query is not None or any(folded):
-            config = configs.query_gradient(capability, variant.item, _dim(call))
+            config = configs.query_gradient(capability, variant.item, _dim(call), offsets)
             launches += _query_gradient(call, gradients, sums, folded, shared, scalars, config)
     launches += _slopes(call, gradients, sums, folded)
     plain = found[-1]
     shared, scalars = _shared(call, plain, memory), _scalars(call, plain, written)
+    dense = configs.dense_gradient(capability, plain.item, _dim(call))
     for child, gradient in _parameters(call, gradients):
         if gradient is not None and child.gradient == "dense":
-            launches += _dense_gradient(call, gradient, shared, scalars, capability)
+            launches += _dense_gradient(call, gradient, shared, scalars, dense)
     kinds = _kinds(call, gradients)
     if "offset" in kinds:
-        launches += _offset_gradients(call, gradients, memory, shared, scalars, capability)
+        config = configs.offset_gradient(capability, plain.item, _dim(call))
+        launches += _offset_gradients(call, gradients, memory, shared, scalars, config)
     if "pair" in kinds:
-        launches += _pair_gradients(call, gradients, memory, shared, scalars, capability)
+        launches += _pair_gradients(call, gradients, memory, shared, scalars, dense)
     return launches
 
 
@@ -293,11 +296,10 @@ def _dense_gradient(
     gradient: Array,
     shared: dict[str, Any],
     scalars: dict[str, Any],
-    capability: int,
+    config: Config,
     batches: int = 0,
 ) -> list[Launch]:
     """batches: how many share an entry of a partial gradient; else as many as its shape says."""
-    config = configs.dense_gradient(capability, *_kind(call))
     size = call.size
     shape = (*([1] * (4 - len(gradient.shape))), *gradient.shape)
     tiles = (1, 1, config.rows, config.keys)
@@ -369,10 +371,9 @@ def _offset_gradients(
     memory: dict[str, Array],
     shared: dict[str, Any],
     scalars: dict[str, Any],
-    capability: int,
+    config: Config,
 ) -> list[Launch]:
     """One walk for all biases of offsets, then each bias's own fold."""
-    config = configs.offset_gradient(capability, *_kind(call))
     size = call.size
     along = _diagonals(call, config)
     ranges = {
@@ -415,12 +416,12 @@ def _pair_gradients(
     memory: dict[str, Array],
     shared: dict[str, Any],
     scalars: dict[str, Any],
-    capability: int,
+    config: Config,
 ) -> list[Launch]:
     """As for a dense bias, in parts of the batch, then each bias's own fold."""
     sums = memory["pair_sums"]
-    parts = _pair_parts(call, configs.dense_gradient(capability, *_kind(call)))
-    launches = _dense_gradient(call, sums, shared, scalars, capability, parts.batches.value)
+    parts = _pair_parts(call, config)
+    launches = _dense_gradient(call, sums, shared, scalars, config, parts.batches.value)
     first = {"sums": sums, "query_starts": shared["query_starts"]}
     fold = (fold_pairs, "pair", {"BLOCK": configs.FOLD.keys})
     last = {"parts": parts}
@@ -480,10 +481,6 @@ def _parameters(call: Call, gradients: Gradients) -> list[tuple[Any, Any]]:
 
 def _sinks(call: Call) -> Array:
     return null(call.query.dtype) if call.sinks is None else call.sinks
-
-
-def _kind(call: Call) -> tuple[int, int]:
-    return ITEM_BYTES[call.query.dtype], _dim(call)
 
 
 def _dim(call: Call) -> int:

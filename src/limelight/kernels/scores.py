@@ -69,13 +69,14 @@ def place(
         rows, keys = tl.arange(0, TILE_M)[None, :], tl.arange(0, TILE_N)[:, None]
     else:
         rows, keys = tl.arange(0, TILE_M)[:, None], tl.arange(0, TILE_N)[None, :]
-    return place_offsets(matrix, first_row, first_key, rows, keys, TILE_M, TILE_N)
+    return place_offsets(matrix, first_row, first_key, rows, keys, TILE_M, TILE_N, ANYWHERE)
 
 
 @triton.jit
 def place_offsets(
-    matrix, first_row, first_key, rows, keys, TILE_M: tl.constexpr, TILE_N: tl.constexpr
-):
+    matrix, first_row, first_key, rows, keys,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, ANYWHERE: tl.constexpr = False,
+):  # fmt: skip
     """The same. rows, keys: counted from the tile's first ones, broadcast against it."""
     q_start = matrix.query_start + first_row
     k_pos = first_key + keys
