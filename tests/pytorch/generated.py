@@ -42,7 +42,11 @@ def draw(rng: random.Random) -> SDPA:
     arrangement = rng.choice(("plain", "plain", "plain", "heads last", "sliced", "spread"))
     operands = [
         _operand(
-            rng, shape, "bfloat16" if odd(0.005) else dtype, arrangement if odd(0.7) else "plain", learns
+            rng,
+            shape,
+            "bfloat16" if odd(0.005) else dtype,
+            arrangement if odd(0.7) else "plain",
+            learns,
         )
         for shape in shapes
     ]
@@ -63,7 +67,7 @@ def _operand(rng, shape, dtype, arrangement, learns) -> Operand:
     item = ITEM_BYTES[dtype]
     offset = 0
     if arrangement == "heads last" and len(shape) == 4:
-        batch, heads, length, dim = shape
+        _, heads, length, dim = shape
         strides = (length * heads * dim, dim, heads * dim, 1)
     elif arrangement == "sliced":  # a part of wider rows
         before, after = rng.choice((0, 1, 2, 4, 8, 16)), rng.choice((0, 4, 8))

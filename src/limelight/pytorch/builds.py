@@ -102,6 +102,16 @@ class Switches:
         return frozenset(name for name in names if not getattr(self, name))
 
 
+def installed() -> str | None:
+    """The version of the torch that is installed, without importing it."""
+    from importlib.metadata import PackageNotFoundError, version  # takes 20 ms to import
+
+    try:
+        return version("torch")
+    except PackageNotFoundError:
+        return None
+
+
 def parsed(version: str) -> Version:
     """
     >>> parsed("2.11.0+cu130"), parsed("2.9")

@@ -57,7 +57,8 @@ def architecture(s: Situation) -> Broken | None:
     most = (12, 1) if s.since(2, 8) else (12, 0) if s.since(2, 7) else (9, 0)
     if in_range(s, (8, 0), most):
         return None
-    return f"runs on sm_80 to sm_{most[0]}{most[1]}: Ampere and newer", str(s.device), ""
+    rule = f"runs on Ampere (sm_80) and newer, up to sm_{most[0]}{most[1]}"
+    return rule, str(s.device), ""
 
 
 @rule("check_cudnn_dropout", CUDA, since=(2, 12))

@@ -59,7 +59,9 @@ def offsets(s: Situation) -> Broken | None:
     item = ITEM_BYTES.get(s.sdpa.query.dtype, 1)
     needed = alignment(s) * item
     found = [operand.storage_offset * item % needed for operand in s.sdpa.operands]
-    if not any(rest for rest, each in zip(found, s.sdpa.operands, strict=True) if 0 not in each.shape):
+    if not any(
+        rest for rest, each in zip(found, s.sdpa.operands, strict=True) if 0 not in each.shape
+    ):
         return None
     rule = f"needs tensors that start at a multiple of {needed} bytes of their storage"
     return rule, f"{', '.join(map(str, found))} bytes beyond one", "call .clone() on them"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from limelight.pytorch import shared
 from limelight.pytorch.rule import CUDA, Broken, Situation, Verdict, in_range, rule, sizes
 
@@ -53,10 +55,9 @@ def architecture(s: Situation) -> Broken | None:
         least, most = (7, 5), (8, 9)
     if in_range(s, least, most):
         return None
-    span = f"sm_{least[0]}{least[1]} to sm_{most[0]}{most[1]}"
-    return f"runs on {span}: Ampere and newer" if s.since(2, 2) else f"runs on {span}", str(
-        s.device
-    ), ""
+    name = "Ampere" if least == (8, 0) else "Turing"
+    span = f"{name} (sm_{least[0]}{least[1]}) and newer, up to sm_{most[0]}{most[1]}"
+    return f"runs on {span}", str(s.device), ""
 
 
 @rule("check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120", CUDA)
@@ -88,7 +89,7 @@ def nested_head_dim(s: Situation) -> Broken | None:
     return "needs a head_dim that 8 divides for nested tensors", str(dim), "pad head_dim"
 
 
-@rule("check_batch_size_and_num_heads_flash", CUDA, since=(2, 15), nested=False, four=True)
+@rule("check_flash_attention_grid_size", CUDA, since=(2, 15), nested=False, four=True)
 def grid(s: Situation) -> Broken | None:
     batch, heads = s.sdpa.query.shape[:2]
     if max(batch, heads) <= 65_535:
@@ -104,7 +105,8 @@ RULES = (
     no_mask,
     head_dim,
     architecture,
-    backward_head_dim,
+    replace(backward_head_dim, before=(2, 15)),
+    replace(backward_head_dim, check=f"{backward_head_dim.check}_121", since=(2, 15)),
     causal_square,
     shared.low_precision,
     nested_head_dim,

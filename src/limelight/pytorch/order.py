@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from limelight.pytorch.builds import cudnn_spelled
-from limelight.pytorch.rule import CUDA, Situation
+from limelight.pytorch.rule import Situation
 
 FLASH_FIRST = ("flash", "efficient", "math", "cudnn")
 CUDNN_FIRST = ("cudnn", "flash", "efficient", "math")
@@ -15,8 +15,16 @@ def order(s: Situation) -> tuple[tuple[str, ...], str]:
         return ("flash", "math"), "fixed on the CPU, whatever set_priority says"
     if s.device.kind != "cuda":
         return ("math",), "no fused backend was looked at for this device"
-    if s.switches.order is not None:
-        return s.switches.order, "set by sdpa_kernel(..., set_priority=True)"
+    usual, source = _usual(s)
+    if s.switches.order in (None, usual):
+        return usual, source
+    return (
+        s.switches.order,
+        "as this process holds it: set_priority=True, or another GPU came first",
+    )
+
+
+def _usual(s: Situation) -> tuple[tuple[str, ...], str]:
     if not s.since(2, 2):
         return _first_releases(s)
     if s.build.version == (2, 5, 0) and s.capability == (9, 0):
@@ -29,7 +37,7 @@ def order(s: Situation) -> tuple[tuple[str, ...], str]:
 def _by_cudnn(s: Situation) -> tuple[tuple[str, ...], str]:
     """Since 2.10: `check_prefer_cudnn_attention`. The device that counts is the first one that the
     process used, and the cuDNN is the one loaded, not the one built with."""
-    where = f"{CUDA}: check_prefer_cudnn_attention"
+    where = "sdp_utils.cpp: check_prefer_cudnn_attention"
     major, minor = s.capability
     card = major in (9, 10) and (s.build.cuda >= (13, 0) or minor in (0, 3))
     found = f"cuDNN {cudnn_spelled(s.build.cudnn)}"

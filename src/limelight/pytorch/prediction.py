@@ -49,8 +49,9 @@ class Candidate:
 class Prediction:
     """What PyTorch would run.
 
-    backend: "flash", "efficient", "cudnn" or "math"; None where PyTorch raises an error. raises:
-    that error. notes: what nobody checks, and what is known to go wrong.
+    backend: the one that PyTorch selects: "flash", "efficient", "cudnn" or "math"; None where it
+    selects none. raises: the error that PyTorch ends with instead of a result. notes: what nobody
+    checks, and what is known to go wrong.
     """
 
     situation: Situation
@@ -106,9 +107,14 @@ class Prediction:
         }
 
     def __str__(self) -> str:
-        from limelight.report import prediction_text
+        from limelight.pytorch.text import prediction_text
 
         return prediction_text(self)
+
+
+def selected(s: Situation) -> str | None:
+    """What PyTorch's selection alone answers, whether or not an error comes before or after it."""
+    return next((name for name in order(s)[0] if not reasons(rules(name, s.device), s)), None)
 
 
 def predict(
@@ -119,21 +125,24 @@ def predict(
     s = Situation(seen, device, build, switches or Switches())
     tried, source = order(s)
     against = {name: reasons(rules(name, device), s) for name in BACKENDS}
-    backend = next((name for name in tried if not against[name]), None)
-    raises = _input_error(s) or _later_error(s, backend)
+    raises = _input_error(s)
+    backend = None
+    if raises is None:
+        backend = next((name for name in tried if not against[name]), None)
+        raises = _later_error(s, backend)
     missing = machine_code(build, device)
     candidates = {}
     for name in (*tried, *(name for name in BACKENDS if name not in tried)):
         if against[name]:
             verdict = against[name][0].kind
-        elif name != backend or raises is not None:
+        elif name != backend:
             verdict = Verdict.LOWER
         else:
             verdict = Verdict.CHOSEN if missing is None else Verdict.NO_CODE
         candidates[name] = Candidate(verdict, against[name])
     return Prediction(
         situation=replace(s, sdpa=sdpa),
-        backend=backend if raises is None else None,
+        backend=backend,
         order=tried,
         order_source=source,
         candidates=candidates,
@@ -204,7 +213,9 @@ def _mask_notes(s: Situation) -> list[str]:
     if len(shape) != len(full) or any(
         size not in (1, wide) for size, wide in zip(shape, full, strict=True)
     ):
-        return [f"attn_mask {list(mask.shape)} does not broadcast to {list(full)}: an error follows"]
+        return [
+            f"attn_mask {list(mask.shape)} does not broadcast to {list(full)}: an error follows"
+        ]
     return []
 
 

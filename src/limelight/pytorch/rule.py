@@ -127,9 +127,7 @@ def rule(
     """Makes a function a rule; the arguments are `Rule`'s."""
 
     def made(broken: Test) -> Rule:
-        return Rule(
-            broken, check, file, message, kind, silent, dense, nested, four, since, before
-        )
+        return Rule(broken, check, file, message, kind, silent, dense, nested, four, since, before)
 
     return made
 

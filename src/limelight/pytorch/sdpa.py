@@ -126,14 +126,16 @@ class SDPA:
         return any(0 in operand.shape for operand in self.operands)
 
     def batched(self) -> SDPA:
-        """Three-dimensional inputs with a batch of one in front, as torch 2.14 and later see them."""
+        """Inputs of three dimensions with a batch of one in front, as torch 2.14 and later see them."""
         if any(operand.dims != 3 for operand in self.operands):
             return self
 
         def wide(operand: Operand) -> Operand:
             layout = operand.layout
             strides = (layout.shape[0] * layout.strides[0], *layout.strides)
-            return replace(operand, layout=replace(layout, shape=(1, *layout.shape), strides=strides))
+            return replace(
+                operand, layout=replace(layout, shape=(1, *layout.shape), strides=strides)
+            )
 
         mask = self.attn_mask
         return replace(
@@ -146,7 +148,7 @@ class SDPA:
 
 
 def is_causal(problem: Problem) -> bool:
-    """Whether mask and bias are exactly what PyTorch's `is_causal` says: aligned to the top left."""
+    """Whether mask and bias are what PyTorch's `is_causal` says: aligned to the top left."""
     return isinstance(problem.mask, Causal) and problem.bias is None and problem.start == 0
 
 

@@ -145,5 +145,3 @@ def mask_dimensions(s: Situation) -> Broken | None:
         return None
     rule = "needs a mask of two dimensions, or of four that broadcast"
     return rule, str(list(mask.shape)), "mask.unsqueeze(0)"
-
-
