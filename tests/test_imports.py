@@ -83,7 +83,7 @@ LAYERS = (
     ("masks", "biases"),
     ("problem", "picture"),
     ("call", "pytorch"),
-    ("reference", "tuning"),
+    ("reference", "tuning", "preference"),
     ("launcher",),
     ("kernels",),
     ("backends", "export"),

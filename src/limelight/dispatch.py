@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
+from limelight import preference
 from limelight.backends import BACKENDS, Backend, Reason
 from limelight.errors import NoBackendError, invalid
 from limelight.problem import Problem
@@ -32,11 +33,14 @@ class Choice:
     reasons: Mapping[str, tuple[Reason, ...]]
     order: tuple[str, ...]
     config: TileConfig | None
+    order_source: str | None = None
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What else a user should know about how the problem runs."""
         notes = []
+        if self.order_source is not None:
+            notes.append(self.order_source)
         if self.problem.copies:
             names = " and ".join(self.problem.copies)
             notes.append(f"{names}: last dimension is not contiguous, so a copy is made first")
@@ -54,6 +58,7 @@ class Choice:
             "config": None if config is None else {"rows": config.rows, "keys": config.keys},
             "config_source": None if config is None else config.source,
             "order": list(self.order),
+            "order_source": self.order_source,
             "reasons": {
                 name: [{"rule": r.rule, "found": r.found, "lift": r.lift} for r in reasons]
                 for name, reasons in self.reasons.items()
@@ -131,10 +136,10 @@ def backends(*names: str) -> Iterator[None]:
 @lru_cache(maxsize=4096)
 def decide(problem: Problem, allowed: tuple[str, ...] | None) -> Choice:
     """The choice for a problem; `Choice.backend` is None where nothing can run it."""
-    order = tuple(backend.name for backend in BACKENDS)
+    order = preference.order(problem, tuple(KNOWN))
     reasons: dict[str, tuple[Reason, ...]] = {}
     chosen: Backend | None = None
-    for backend in BACKENDS:
+    for backend in map(KNOWN.__getitem__, order.names):
         against = backend.why_not(problem)
         if allowed is not None and backend.name not in allowed:
             names = ", ".join(allowed)
@@ -156,7 +161,8 @@ def decide(problem: Problem, allowed: tuple[str, ...] | None) -> Choice:
         problem=problem,
         backend=None if chosen is None else chosen.name,
         reasons=reasons,
-        order=order,
+        order=order.names,
+        order_source=order.source,
         config=None if chosen is None else chosen.config(problem),
     )
 

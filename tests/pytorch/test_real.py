@@ -61,7 +61,8 @@ def differing_operators(problems, device):
     """How many calls ran, and where the profiler saw another operator than was predicted."""
     here, build, switches = place(device), build_here(), switches_here(place(device))
     predicted, ran = {}, {}
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
         for n, call in enumerate(problems):
             found = predict(call, here, build, switches)
             situation = Situation(call, here, build, switches)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,6 +28,8 @@ def doctor() -> None:
     with out.status("checking"):
         found = list(checks())
     out.print(_results(found))
+    for part in _torch_choices():
+        out.print(part)
     failed = [check for check in found if isinstance(check, Check) and not check.passed]
     if failed:
         out.print(f"[bold red]{len(failed)} of the checks failed[/bold red]")
@@ -35,6 +38,23 @@ def doctor() -> None:
         "[bold green]all checks passed[/bold green]: ||out - reference|| / ||reference||, forward "
         "and the worst gradient, against limelight.reference"
     )
+
+
+def _torch_choices() -> Iterator[Any]:
+    """What PyTorch's own function would run, on each GPU or else on the CPU, for a plain call."""
+    if find_spec("torch") is None:
+        return
+    from limelight import Problem, explain_torch
+    from limelight.devices import CPU
+    from limelight.pytorch import text
+
+    for device in _gpus() or [CPU]:
+        early = device.compute_capability is not None and device.compute_capability < (8, 0)
+        dtype = "float16" if early else "bfloat16"
+        found = explain_torch(Problem.of(dtype=dtype, device=device))
+        yield text.prediction_head(found)
+        yield text.prediction_table(found)
+        yield from text.prediction_notes(found)
 
 
 def _machine() -> Any:

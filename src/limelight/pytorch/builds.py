@@ -50,6 +50,10 @@ class Build:
             return replace(nearest, version=wanted, source=source)
         return replace(nearest, version=wanted)
 
+    def with_cudnn(self, version: int) -> Build:
+        """The same build with another cuDNN loaded."""
+        return replace(self, cudnn=version)
+
     @property
     def verified(self) -> bool:
         """Whether real answers of this release's CUDA build were compared with the rules."""

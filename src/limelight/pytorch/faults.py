@@ -18,7 +18,7 @@ SEEN = "an H200, PyTorch 2.11.0, cuDNN 9.19"
 
 @dataclass(frozen=True)
 class Fault:
-    """applies: whether a situation meets it. before: the first release or cuDNN without it."""
+    """what, result: the problem, and what comes of it. applies: whether a situation is one."""
 
     backends: tuple[str, ...]
     what: str

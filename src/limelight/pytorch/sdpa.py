@@ -126,7 +126,7 @@ class SDPA:
         return any(0 in operand.shape for operand in self.operands)
 
     def batched(self) -> SDPA:
-        """Inputs of three dimensions with a batch of one in front, as torch 2.14 and later see them."""
+        """Inputs of three dimensions with a batch of one in front: how torch 2.14 sees them."""
         if any(operand.dims != 3 for operand in self.operands):
             return self
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from limelight.pytorch.builds import cudnn_spelled
+from limelight.pytorch.builds import cudnn_spelled, spelled
 from limelight.pytorch.prediction import Prediction, describe
 from limelight.pytorch.rule import Verdict
 from limelight.tables import head_lines, new_table, note_lines, plain_text, reason_lines
@@ -19,9 +19,9 @@ _COLOURS = {Verdict.CHOSEN: "bold green", Verdict.NO_CODE: "bold red"}
 def prediction_head(prediction: Prediction) -> Text:
     """The verdict, the build, the device and the call."""
     s = prediction.situation
-    build = f"{s.build} with cuDNN {cudnn_spelled(s.build.cudnn)}, CUDA {s.build.cuda[0]}."
-    build += f"{s.build.cuda[1]} ({s.build.source})"
-    words = describe(s.sdpa) | {"build": build}
+    cuda = f"cuDNN {cudnn_spelled(s.build.cudnn)}, CUDA {spelled(s.build.cuda)}"
+    with_cuda = f"{s.build} with {cuda}" if s.build.architectures else f"{s.build} without CUDA"
+    words = describe(s.sdpa) | {"build": f"{with_cuda} ({s.build.source})"}
     words["order"] = f"{', '.join(prediction.order)} ({prediction.order_source})"
     good = prediction.raises is None and prediction.has_code
     verdict = f"PyTorch runs {prediction.backend}"

@@ -1,4 +1,4 @@
-"""What a prediction of PyTorch's choice needs to know of tensors, of this build and this process."""
+"""What a prediction of PyTorch's choice asks of tensors, of this build and of this process."""
 
 from __future__ import annotations
 
