@@ -216,7 +216,7 @@ def explain_torch(
             raise invalid_type("query", found=adapter.array_type, needed="a torch tensor")
         from limelight.adapters.torch.prediction import described
 
-        call = described(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+        call = described(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         own = adapter.device(query)
     if here is None and version is None and "torch" in sys.modules:
         from limelight.adapters.torch.prediction import build_here, switches_here

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -13,7 +14,8 @@ from typing import Any
 from limelight import preference
 from limelight.backends import BACKENDS, Backend, Reason
 from limelight.errors import NoBackendError, invalid
-from limelight.problem import Problem
+from limelight.problem import ITEM_BYTES, Problem
+from limelight.pytorch import SDPA, Build, cards, predict
 from limelight.tuning import TileConfig
 
 KNOWN = {backend.name: backend for backend in BACKENDS}
@@ -38,7 +40,9 @@ class Choice:
     @property
     def notes(self) -> tuple[str, ...]:
         """What else a user should know about how the problem runs."""
-        notes = []
+        notes = [*cards.notes(self.problem.device)]
+        if notes:
+            notes += _on_an_old_card(self.problem)
         if self.order_source is not None:
             notes.append(self.order_source)
         if self.problem.copies:
@@ -70,6 +74,22 @@ class Choice:
         from limelight.report import choice_text
 
         return choice_text(self)
+
+
+def _on_an_old_card(problem: Problem) -> list[str]:
+    """How much memory the scores would take, and what PyTorch's own function would do."""
+    scores = math.prod(problem.size) * ITEM_BYTES[problem.dtype]
+    notes = [
+        f"memory grows with the length; all scores at once would take {scores / 2**20:.0f} MiB"
+    ]
+    if problem.library == "torch" and problem.softcap is None and problem.sinks is None:
+        build = Build.released(problem.library_version or None)
+        found = predict(SDPA.from_problem(problem), problem.device, build)
+        fails = ", and fail, as all its operations do: it has no machine code for the card"
+        notes.append(
+            f"{build} itself would select {found.backend}{'' if found.has_code else fails}"
+        )
+    return notes
 
 
 def describe(problem: Problem) -> dict[str, str]:

@@ -26,6 +26,7 @@ class Fault:
     applies: Callable[[Situation], bool]
     report: str = ""
     seen: str = SEEN
+    device: str = "cuda"
 
     def __str__(self) -> str:
         source = f"{self.report}; " if self.report else ""
@@ -34,7 +35,8 @@ class Fault:
 
 def of(backend: str | None, s: Situation) -> list[Fault]:
     """The known faults that a backend has for a situation."""
-    return [fault for fault in FAULTS if backend in fault.backends and fault.applies(s)]
+    here = [fault for fault in FAULTS if fault.device == s.device.kind]
+    return [fault for fault in here if backend in fault.backends and fault.applies(s)]
 
 
 def misaligned(operand: Operand, whole: bool = False) -> bool:
@@ -73,6 +75,10 @@ def _only_mask_learns(s: Situation) -> bool:
     return mask is not None and mask.requires_grad and not s.sdpa.training
 
 
+def _no_positive_scale(s: Situation) -> bool:
+    return s.half and s.sdpa.scale is not None and s.sdpa.scale <= 0
+
+
 def _wide_mask(s: Situation) -> bool:
     mask = s.sdpa.attn_mask
     return mask is not None and mask.dtype == "float32" and s.half
@@ -92,6 +98,12 @@ FAULTS = (
         "strides of dimensions of size 1 that are no multiples of 16 bytes",
         "an internal error",
         _odd_singleton,
+    ),
+    Fault(
+        _ALL,
+        "a scale of 0 or less in half precision",
+        "NaN, in efficient for 0 alone",
+        _no_positive_scale,
     ),
     Fault(
         ("cudnn",),
@@ -124,5 +136,13 @@ FAULTS = (
         "a float32 mask on half-precision inputs",
         "large entries, as -1e9, give silently wrong results; its gradient is an internal error",
         _wide_mask,
+    ),
+    Fault(
+        ("flash",),
+        "is_causal with a scale of 0 or less",
+        "NaN, or in half precision finite and wrong",
+        lambda s: s.sdpa.is_causal and s.sdpa.scale is not None and s.sdpa.scale <= 0,
+        seen="PyTorch 2.13.0 on an x86-64 CPU",
+        device="cpu",
     ),
 )

@@ -51,7 +51,6 @@ def _corner(backend: str, p: Problem) -> bool:
 
 def _semantics(backend: str, p: Problem) -> list[Reason]:
     causal = isinstance(p.mask, Causal)
-    half = p.dtype in ("float16", "bfloat16")
     learned = bool(p.gradients)
     checks = (
         (
@@ -70,12 +69,6 @@ def _semantics(backend: str, p: Problem) -> list[Reason]:
         (p.softcap is not None, "has no softcap", p.softcap, ""),
         (p.sinks is not None, "has no sinks", p.sinks, ""),
         (p.dropout_p > 0, "drops other weights than limelight's seed says", p.dropout_p, ""),
-        (
-            half and p.scale is not None and p.scale <= 0,
-            "gives NaN for a scale of 0 or less in half precision",
-            p.scale,
-            "",
-        ),
         (p.return_lse and learned, "has no gradient of the LSE", "return_lse", ""),
         (p.deterministic and learned, "has gradients that do not repeat", "deterministic", ""),
         (
@@ -133,6 +126,7 @@ def _situation(backend: str, p: Problem) -> Situation:
         operand("key"),
         operand("value"),
         is_causal=is_causal(backend, p) and p.q_len == p.kv_len,
+        scale=p.scale,
         enable_gqa=p.group > 1,
     )
     build = Build.released(p.library_version or None)

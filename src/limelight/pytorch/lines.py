@@ -39,8 +39,7 @@ _LINES: dict[tuple[str, str], dict[int, int]] = {
         14: 466,
         15: 478,
     },
-    ("check_batch_size_and_num_heads_flash", ""): {15: 717},
-    ("check_cudnn_d256_bprop_head_dim", ""): {14: 772},
+    ("check_cudnn_d256_bprop_head_dim", ""): {14: 772, 15: 915},
     ("check_cudnn_deterministic", ""): {
         9: 647,
         10: 692,
@@ -99,6 +98,7 @@ _LINES: dict[tuple[str, str], dict[int, int]] = {
         15: 849,
     },
     ("check_data_ptr_alignment_mem_efficient", ""): {13: 356, 14: 370, 15: 460},
+    ("check_flash_attention_grid_size", ""): {15: 717},
     ("check_flash_attention_hardware_support", ""): {
         9: 300,
         10: 339,
@@ -179,8 +179,8 @@ _LINES: dict[tuple[str, str], dict[int, int]] = {
         12: 436,
         13: 537,
         14: 551,
-        15: 643,
     },
+    ("check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120_121", ""): {15: 643},
     ("check_tensor_dtype", ""): {9: 91, 10: 91, 11: 91, 12: 91, 13: 91, 14: 110, 15: 108},
     ("check_tensor_shapes", ""): {9: 308, 10: 308, 11: 308, 12: 308, 13: 327, 14: 346, 15: 345},
 }

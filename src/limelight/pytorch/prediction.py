@@ -225,6 +225,7 @@ def describe(sdpa: SDPA) -> dict[str, str]:
     optional = {
         "attn_mask": None if mask is None else f"{mask.layout}, {mask_bytes(mask) / 2**20:.1f} MiB",
         "is_causal": "True" if sdpa.is_causal else None,
+        "scale": None if sdpa.scale is None else f"{sdpa.scale:g}",
         "dropout_p": str(sdpa.dropout_p) if sdpa.dropout_p else None,
         "enable_gqa": "True" if sdpa.enable_gqa else None,
         "requires_grad": "True" if sdpa.training else None,

@@ -53,6 +53,7 @@ class SDPA:
     attn_mask: Operand | None = None
     dropout_p: float = 0.0
     is_causal: bool = False
+    scale: float | None = None
     enable_gqa: bool = False
     grad_mode: bool = True
     nested: bool = False
@@ -105,6 +106,7 @@ class SDPA:
             attn_mask=None if causal else _dense(problem),
             dropout_p=problem.dropout_p,
             is_causal=causal,
+            scale=problem.scale,
             enable_gqa=problem.group > 1,
         )
 

@@ -25,6 +25,7 @@ def described(
     attn_mask: Tensor | None,
     dropout_p: float,
     is_causal: bool,
+    scale: float | None,
     enable_gqa: bool,
 ) -> SDPA:
     """The call without its data. Raises TypeError for what is no strided tensor."""
@@ -36,6 +37,7 @@ def described(
         **operands,
         dropout_p=dropout_p,
         is_causal=is_causal,
+        scale=scale,
         enable_gqa=enable_gqa,
         grad_mode=torch.is_grad_enabled(),
     )
@@ -50,7 +52,7 @@ def _operand(name: str, tensor: Any) -> Operand:
             found="a nested tensor" if tensor.is_nested else f"layout {tensor.layout}",
             needed="a strided tensor, or a limelight.pytorch.SDPA(nested=True) written by hand",
         )
-    return Operand(ADAPTER.layout(tensor), tensor.storage_offset(), tensor.requires_grad)
+    return Operand(ADAPTER.layout(tensor), int(tensor.storage_offset()), tensor.requires_grad)
 
 
 def build_here() -> Build:
@@ -62,7 +64,7 @@ def build_here() -> Build:
         version=parsed(torch.__version__),
         cuda=(int(toolkit[1]), int(toolkit[2])),
         cudnn=(torch.backends.cudnn.version() or 0) if torch.cuda.is_available() else 0,
-        architectures=tuple(torch._C._cuda_getArchFlags().split()) if with_cuda else (),
+        architectures=tuple((torch._C._cuda_getArchFlags() or "").split()) if with_cuda else (),
         flash=torch.backends.cuda.is_flash_attention_available() if with_cuda else True,
         source="in this process",
     )
@@ -86,7 +88,8 @@ def switches_here(device: Device) -> Switches:
 
 def _order() -> tuple[str, ...]:
     one = torch.empty(1, 1, 8, 8, device="cuda", dtype=torch.float16)
-    torch._fused_sdp_choice(one, one, one)  # the order is fixed at the process's first choice
+    # The order is fixed at a process's first choice.
+    torch._fused_sdp_choice(one, one, one)  # type: ignore[attr-defined]
     order = torch._C._get_sdp_priority_order()
     return tuple(_BACKENDS[number] for number in order if number in _BACKENDS)
 
