@@ -199,9 +199,7 @@ class Kernel:
                     self.binary.entry, self.binary.shared, limit, f"device {device}"
                 )
 
-    def _allocate(
-        self, grid: tuple[int, int, int], allocate: Allocate | None
-    ) -> tuple[int, int]:
+    def _allocate(self, grid: tuple[int, int, int], allocate: Allocate | None) -> tuple[int, int]:
         """Addresses of the grid's global and profile scratch."""
         if allocate is None:
             raise TypeError(f"{self.binary.entry} needs scratch memory: found allocate=None")

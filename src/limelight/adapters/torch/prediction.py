@@ -29,12 +29,11 @@ def described(
     enable_gqa: bool,
 ) -> SDPA:
     """The call without its data. Raises TypeError for what is no strided tensor."""
-    named = {"query": query, "key": key, "value": value, "attn_mask": attn_mask}
-    operands = {
-        name: _operand(name, tensor) for name, tensor in named.items() if tensor is not None
-    }
     return SDPA(
-        **operands,
+        _operand("query", query),
+        _operand("key", key),
+        _operand("value", value),
+        None if attn_mask is None else _operand("attn_mask", attn_mask),
         dropout_p=dropout_p,
         is_causal=is_causal,
         scale=scale,
