@@ -10,7 +10,7 @@ from limelight.devices import Device
 from limelight.pytorch import cpu, cudnn, efficient, faults, flash
 from limelight.pytorch.builds import Build, Switches, machine_code
 from limelight.pytorch.order import order
-from limelight.pytorch.rule import Rule, Situation, TorchReason, Verdict, reasons, rule
+from limelight.pytorch.rule import Rule, Situation, TorchReason, Verdict, allowed, reasons, rule
 from limelight.pytorch.sdpa import SDPA, mask_bytes
 
 BACKENDS = ("flash", "efficient", "cudnn", "math")
@@ -114,7 +114,7 @@ class Prediction:
 
 def selected(s: Situation) -> str | None:
     """What PyTorch's selection alone answers, whether or not an error comes before or after it."""
-    return next((name for name in order(s)[0] if not reasons(rules(name, s.device), s)), None)
+    return next((name for name in order(s)[0] if allowed(rules(name, s.device), s)), None)
 
 
 def predict(

@@ -138,6 +138,11 @@ def reasons(rules: tuple[Rule, ...], s: Situation) -> tuple[TorchReason, ...]:
     return tuple(reason for reason in found if reason is not None)
 
 
+def allowed(rules: tuple[Rule, ...], s: Situation) -> bool:
+    """Whether no rule is broken; stops at the first that is, as PyTorch does."""
+    return all(rule.against(s) is None for rule in rules)
+
+
 def sizes(s: Situation, axis: int) -> str:
     """The sizes of query, key and value along an axis."""
     return ", ".join(str(operand.shape[axis]) for operand in s.sdpa.operands)
