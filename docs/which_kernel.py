@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -13,6 +14,8 @@ from limelight.pytorch.builds import WHEELS, cudnn_spelled, spelled
 from limelight.pytorch.faults import FAULTS
 
 FILE = Path(__file__).with_name("which-kernel.md")
+CHART = Path(__file__).with_name("which-kernel.svg")
+TIMES = Path(__file__).parents[1] / "benchmarks/results/h200.json"
 FAMILIES = {
     "GTX 1080": "Pascal: GTX 10, P4, P40 (sm_61)",
     "V100": "Volta: V100, Titan V (sm_70)",
@@ -203,6 +206,51 @@ def questions() -> list[str]:
     ]
 
 
+COLOURS = {
+    "limelight": "#3b7d4f",
+    "torch cudnn": "#7a7a7a",
+    "torch flash": "#a5a5a5",
+    "torch efficient": "#cfcfcf",
+}
+
+
+def chart() -> str:
+    """Milliseconds of forward and backward by backend, as bars: an SVG."""
+    measured = json.loads(TIMES.read_text())
+    about = measured["about"]
+    bars, top = [], 34
+    rows = [row for row in measured["rows"] if all("forward ms" in row.get(n, {}) for n in COLOURS)]
+    longest = max(_total(row[name]) for row in rows for name in COLOURS)
+    for row in rows:
+        bars.append(f'<text x="0" y="{top + 12}" font-weight="bold">{row["case"]}</text>')
+        for name, colour in COLOURS.items():
+            top += 18
+            width = 420 * _total(row[name]) / longest
+            said = row.get("backend") if name == "limelight" else None
+            label = f"{name} ({said})" if said else name
+            bars.append(f'<text x="10" y="{top + 12}">{label}</text>')
+            bars.append(
+                f'<rect x="150" y="{top + 1}" width="{width:.1f}" height="14" fill="{colour}"/>'
+            )
+            bars.append(
+                f'<text x="{155 + width:.1f}" y="{top + 12}">{_total(row[name]):.2f}</text>'
+            )
+        top += 28
+    title = f"Milliseconds, forward and backward, {about['device']}, torch {about['torch']}"
+    shape = "batch 4, 16 heads, length 4096, bfloat16"
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="760" height="{top}" '
+        'font-family="sans-serif" font-size="12">\n<rect width="100%" height="100%" fill="#ffffff"/>\n'
+        f'<text x="0" y="14" font-weight="bold">{title}: {shape}</text>\n'
+        + "\n".join(bars)
+        + "\n</svg>\n"
+    )
+
+
+def _total(times: dict[str, float]) -> float:
+    return times["forward ms"] + times["backward ms"]
+
+
 def page() -> str:
     parts = [
         "# Which kernel?",
@@ -239,6 +287,8 @@ def page() -> str:
         "",
         *ours(),
         "",
+        "![Measured times by backend](which-kernel.svg)",
+        "",
         "## Old cards",
         "",
         "Nothing here was measured on such a card.",
@@ -259,3 +309,4 @@ def page() -> str:
 
 if __name__ == "__main__":
     FILE.write_text(page())
+    CHART.write_text(chart())

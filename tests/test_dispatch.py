@@ -243,6 +243,17 @@ def test_backends_keeps_the_order_of_preference():
         assert explain(q, k, v).backend == "tiled"
 
 
+def test_backends_in_an_order_of_ones_own():
+    q, k, v = qkv(grad=False)
+    with backends("math", "tiled", in_order=True):
+        choice = explain(q, k, v)
+        assert choice.backend == "math"
+        assert choice.order[:2] == ("math", "tiled")
+        assert "limelight.backends" in choice.order_source
+        assert attention(q, k, v).shape == q.shape
+    assert explain(q, k, v).order_source is None
+
+
 def test_the_innermost_backends_counts():
     q, k, v = qkv(grad=False)
     with backends("math"):

@@ -9,5 +9,6 @@ DOCS = Path(__file__).parents[1] / "docs"
 
 
 def test_which_kernel_is_up_to_date():
-    written = runpy.run_path(str(DOCS / "which_kernel.py"))["page"]()
-    assert written == (DOCS / "which-kernel.md").read_text(), "run docs/which_kernel.py"
+    script = runpy.run_path(str(DOCS / "which_kernel.py"))
+    for name, write in (("which-kernel.md", "page"), ("which-kernel.svg", "chart")):
+        assert script[write]() == (DOCS / name).read_text(), "run docs/which_kernel.py"

@@ -114,6 +114,8 @@ def describe(problem: Problem) -> dict[str, str]:
     return words | {"library": f"{p.library} {p.library_version}".strip()}
 
 
+IN_ORDER = "in order"  # a compiled graph carries a restriction as a list of texts
+
 # Process-wide, as torch.nn.attention.sdpa_kernel is: autograd runs backwards in threads of its own,
 # which no thread-local or context variable reaches, and torch.compile guards on a plain global.
 _allowed: tuple[str, ...] | None = None
@@ -123,14 +125,18 @@ _lock = threading.Lock()
 
 
 def allowed() -> tuple[str, ...] | None:
-    """The backends that `limelight.backends` restricts to; None when it does not."""
+    """The backends that `limelight.backends` restricts to; None when it does not.
+
+    IN_ORDER before them says that they are preferred in the order in which they stand.
+    """
     return _allowed
 
 
 @contextlib.contextmanager
-def backends(*names: str) -> Iterator[None]:
+def backends(*names: str, in_order: bool = False) -> Iterator[None]:
     """Allows only these backends inside the `with`, for the whole process.
 
+    in_order: also prefer them in the order in which they are named, not in limelight's.
     A backward runs on the backend of its forward, wherever it is started. The innermost `with`
     counts. Raises ValueError for an unknown name, and `NoBackendError`, at the call, where none
     of the names can run it.
@@ -141,6 +147,8 @@ def backends(*names: str) -> Iterator[None]:
             raise invalid("backends", found=repr(name), needed=f"one of {', '.join(KNOWN)}")
     if not names:
         raise invalid("backends", found="no name", needed=f"one or more of {', '.join(KNOWN)}")
+    if in_order:
+        names = (IN_ORDER, *names)
     opened = [names]  # a list, as identity tells it from another restriction to the same names
     with _lock:
         _restrictions = (*_restrictions, opened)
@@ -157,6 +165,10 @@ def backends(*names: str) -> Iterator[None]:
 def decide(problem: Problem, allowed: tuple[str, ...] | None) -> Choice:
     """The choice for a problem; `Choice.backend` is None where nothing can run it."""
     order = preference.order(problem, tuple(KNOWN))
+    if allowed is not None and allowed[0] == IN_ORDER:
+        allowed = allowed[1:]
+        rest = [name for name in KNOWN if name not in allowed]
+        order = preference.Order((*allowed, *rest), "in the order given to limelight.backends")
     reasons: dict[str, tuple[Reason, ...]] = {}
     chosen: Backend | None = None
     for backend in map(KNOWN.__getitem__, order.names):
