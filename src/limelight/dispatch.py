@@ -42,7 +42,7 @@ class Choice:
         """What else a user should know about how the problem runs."""
         notes = [*cards.notes(self.problem.device)]
         if notes:
-            notes += _on_an_old_card(self.problem)
+            notes += _on_an_old_card(self.problem, self.backend)
         if self.order_source is not None:
             notes.append(self.order_source)
         if self.problem.copies:
@@ -76,12 +76,12 @@ class Choice:
         return choice_text(self)
 
 
-def _on_an_old_card(problem: Problem) -> list[str]:
-    """How much memory the scores would take, and what PyTorch's own function would do."""
-    scores = math.prod(problem.size) * ITEM_BYTES[problem.dtype]
-    notes = [
-        f"memory grows with the length; all scores at once would take {scores / 2**20:.0f} MiB"
-    ]
+def _on_an_old_card(problem: Problem, backend: str | None) -> list[str]:
+    """How much memory the scores take or would take, and what PyTorch's own function would do."""
+    scores = math.prod(problem.size) * ITEM_BYTES[problem.dtype] / 2**20
+    notes = [f"memory grows with the length; all scores at once would take {scores:.0f} MiB"]
+    if backend == "math":
+        notes = [f"all scores are kept at once: {scores:.0f} MiB"]
     if problem.library == "torch" and problem.softcap is None and problem.sinks is None:
         build = Build.released(problem.library_version or None)
         found = predict(SDPA.from_problem(problem), problem.device, build)
