@@ -12,9 +12,17 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
 
-from limelight.biases import ALiBi, Bias, DenseBias
+from limelight.biases import ALiBi, DenseBias
 from limelight.errors import invalid
-from limelight.masks import Causal, DenseMask, KeyLengths, Mask
+from limelight.masks import (
+    Causal,
+    DenseMask,
+    Documents,
+    KeyLengths,
+    Packed,
+    PrefixLM,
+    SlidingWindow,
+)
 from limelight.problem import Layout, Problem
 
 
@@ -182,11 +190,10 @@ def _extent(part: Any, problem: Problem) -> tuple[int, ...]:
     if isinstance(part, ALiBi):
         per_batch = part.slopes is not None and len(part.slopes.shape) == 2
         return (batch if per_batch else 1, heads, q_len, kv_len)
-    ordinary = isinstance(part, (Mask, Bias)) and type(part).__module__.startswith("limelight.")
-    if not ordinary:
-        return (batch, heads, q_len, kv_len)
+    if not isinstance(part, (Causal, SlidingWindow, Documents, Packed, PrefixLM)):
+        return (batch, heads, q_len, kv_len)  # nobody says along what it varies
     per_batch = problem.start is None or any(
-        len(tensor.shape) > 1 and tensor.shape[0] > 1 for tensor in part.tensors()
+        tensor.shape and tensor.shape[0] == batch > 1 for tensor in part.tensors()
     )
     return (batch if per_batch else 1, 1, q_len, kv_len)
 
