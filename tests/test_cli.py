@@ -134,6 +134,20 @@ def test_explain_every_bias(name):
     assert explained("--bias", name)["problem"]["bias"].startswith(kinds(Bias)[name].__name__)
 
 
+def test_explain_torch_is_the_librarys_own():
+    asked = ("--torch", "--torch-version", "2.13.0", "--dtype", "float16", "--mask", "causal")
+    problem = ll.Problem.of(dtype="float16", mask=ll.Causal())
+    there = ll.explain_torch(problem, device="H200", version="2.13.0")
+    assert explained(*asked) == there.to_dict()
+    shown = " ".join(run("explain", "--device", "GTX 1080", *asked).stdout.split())
+    assert "PyTorch selects efficient, and fails on GTX 1080" in shown
+    assert "sdp_utils.cpp:443" in shown
+
+
+def test_explain_torch_here():
+    assert "PyTorch runs flash on CPU" in run("explain", "--torch").stdout
+
+
 def test_explain_makes_no_tensor():
     shown = explained("--mask", "dense_mask", "--bias", "dense_bias", "--q-len", "1000000")
     assert "[1, 8, 1000000, 1000000]" in shown["problem"]["bias"]
@@ -200,6 +214,12 @@ def test_doctor_passes():
     assert found.exit_code == 0, found.output
     assert "all checks passed" in found.stdout
     assert np.__version__ in found.stdout
+
+
+def test_doctor_says_what_pytorch_itself_would_run():
+    shown = run("doctor").stdout
+    assert "PyTorch runs" in shown
+    assert "PyTorch's backend" in shown
 
 
 def test_doctor_fails_for_a_wrong_kernel(monkeypatch):
@@ -277,6 +297,8 @@ BAD = [
     (["explain", "--dropout", "2"], "--dropout"),
     (["explain", "--softcap", "-1"], "--softcap"),
     (["explain", "--softcap", "nan"], "--softcap"),
+    (["explain", "--torch", "--softcap", "2"], "--softcap"),
+    (["explain", "--torch-version", "new"], "--torch-version"),
     (["explain", "--query-start", "middle"], "--query-start"),
     (["explain", "--mask", "causal", "--kv-len", "2000"], "--query-start"),
     (["explain", "--q-len", "8", "--kv-len", "x"], "--kv-len"),

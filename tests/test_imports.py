@@ -66,7 +66,7 @@ def test_import_is_quick():
 
 def test_public_names():
     for name in (
-        "attention", "attention_vjp", "explain", "scaled_dot_product_attention", "record", "backends",
+        "attention", "attention_vjp", "explain", "explain_torch", "scaled_dot_product_attention", "record", "backends",
         "NoBackendError", "Problem", "Device", "Mask", "Bias", "Causal", "SlidingWindow", "KeyLengths",
         "Documents", "DenseMask", "PrefixLM", "Packed", "BlockSparse", "ALiBi", "DenseBias",
         "RelativeBias", "RelativeBias2D", "T5Bias", "__version__",
@@ -79,13 +79,13 @@ def test_public_names():
 # place here.
 
 LAYERS = (
-    ("errors", "_jit", "_version"),
-    ("tile", "devices"),
+    ("errors", "_jit", "_version", "reason"),
+    ("tile", "devices", "tables"),
     ("terms", "dropout"),
     ("masks", "biases"),
     ("problem", "picture"),
-    ("call",),
-    ("reference", "tuning"),
+    ("call", "pytorch"),
+    ("reference", "tuning", "preference"),
     ("launcher",),
     ("kernels",),
     ("backends", "export"),

@@ -7,6 +7,7 @@ from limelight._version import __version__ as __version__
 from limelight.api import attention as attention
 from limelight.api import attention_vjp as attention_vjp
 from limelight.api import explain as explain
+from limelight.api import explain_torch as explain_torch
 from limelight.api import precompile as precompile
 from limelight.api import scaled_dot_product_attention as scaled_dot_product_attention
 from limelight.biases import ALiBi as ALiBi

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -10,11 +11,13 @@ from limelight.adapters import adapter_for, adapter_of
 from limelight.adapters.base import Adapter, Arguments
 from limelight.biases import Bias, DenseBias
 from limelight.call import Gradients
-from limelight.devices import Device
+from limelight.devices import CPU, Device
 from limelight.dispatch import KNOWN, Choice, allowed, choose, decide
 from limelight.errors import invalid, invalid_type
 from limelight.masks import Causal, DenseMask, Mask
 from limelight.problem import DTYPES, Problem
+from limelight.pytorch import SDPA, Build, Prediction, predict
+from limelight.pytorch.builds import installed
 from limelight.terms import check_broadcastable
 from limelight.tile import Size
 
@@ -218,6 +221,61 @@ def _posed(
         device = device if isinstance(device, Device) else Device.named(device)
         problem = replace(problem, device=device)
     return problem, arguments
+
+
+def explain_torch(
+    query: Any,
+    key: Any = None,
+    value: Any = None,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    device: str | Device | None = None,
+    version: str | Build | None = None,
+) -> Prediction:
+    """Which backend PyTorch's own function would run, and every reason against each other one.
+
+    Runs nothing, and needs no torch for a problem that is written by hand.
+
+    Arguments:
+        query to enable_gqa: those of `torch.nn.functional.scaled_dot_product_attention`; or one
+            `Problem`, or one `limelight.pytorch.SDPA`, alone.
+        device: a GPU to ask about ("RTX 2080"), or a `Device`; by default that of the tensors or
+            of the problem, and then as this process is set and built.
+        version: a release of PyTorch ("2.13.0"), as PyPI has it, or a `limelight.pytorch.Build`;
+            by default the one that is installed, else the newest that is known.
+
+    Returns:
+        A `Prediction`: print it, or read `.backend`, `.candidates`, `.notes`, `.to_dict()`.
+
+    >>> explain_torch(Problem.of(dtype="float16"), device="H100", version="2.13.0").backend
+    'cudnn'
+    """
+    here = Device.named(device) if isinstance(device, str) else device
+    if isinstance(query, (Problem, SDPA)):
+        if key is not None or value is not None or attn_mask is not None:
+            raise invalid_type(
+                "query", found=f"a {type(query).__name__} with tensors", needed="it alone"
+            )
+        call = query if isinstance(query, SDPA) else SDPA.from_problem(query)
+        own = query.device if isinstance(query, Problem) else CPU
+    else:
+        adapter = adapter_of(query)
+        if adapter.library != "torch":
+            raise invalid_type("query", found=adapter.array_type, needed="a torch tensor")
+        from limelight.adapters.torch.prediction import described
+
+        call = described(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        own = adapter.device(query)
+    if here is None and version is None and "torch" in sys.modules:
+        from limelight.adapters.torch.prediction import build_here, switches_here
+
+        return predict(call, own, build_here(), switches_here(own))
+    build = version if isinstance(version, Build) else Build.released(version or installed())
+    return predict(call, here or own, build)
 
 
 def scaled_dot_product_attention(

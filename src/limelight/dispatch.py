@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -10,9 +11,11 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
+from limelight import preference
 from limelight.backends import BACKENDS, Backend, Reason
 from limelight.errors import NoBackendError, invalid
-from limelight.problem import Problem
+from limelight.problem import ITEM_BYTES, Problem
+from limelight.pytorch import SDPA, Build, cards, predict
 from limelight.tuning import TileConfig
 
 KNOWN = {backend.name: backend for backend in BACKENDS}
@@ -32,11 +35,16 @@ class Choice:
     reasons: Mapping[str, tuple[Reason, ...]]
     order: tuple[str, ...]
     config: TileConfig | None
+    order_source: str | None = None
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What else a user should know about how the problem runs."""
-        notes = []
+        notes = [*cards.notes(self.problem.device)]
+        if notes:
+            notes += _on_an_old_card(self.problem, self.backend)
+        if self.order_source is not None:
+            notes.append(self.order_source)
         if self.problem.copies:
             names = " and ".join(self.problem.copies)
             notes.append(f"{names}: last dimension is not contiguous, so a copy is made first")
@@ -54,6 +62,7 @@ class Choice:
             "config": None if config is None else {"rows": config.rows, "keys": config.keys},
             "config_source": None if config is None else config.source,
             "order": list(self.order),
+            "order_source": self.order_source,
             "reasons": {
                 name: [{"rule": r.rule, "found": r.found, "lift": r.lift} for r in reasons]
                 for name, reasons in self.reasons.items()
@@ -65,6 +74,22 @@ class Choice:
         from limelight.report import choice_text
 
         return choice_text(self)
+
+
+def _on_an_old_card(problem: Problem, backend: str | None) -> list[str]:
+    """How much memory the scores take or would take, and what PyTorch's own function would do."""
+    scores = math.prod(problem.size) * ITEM_BYTES[problem.dtype] / 2**20
+    notes = [f"memory grows with the length; all scores at once would take {scores:.0f} MiB"]
+    if backend == "math":
+        notes = [f"all scores are kept at once: {scores:.0f} MiB"]
+    if problem.library == "torch" and problem.softcap is None and problem.sinks is None:
+        build = Build.released(problem.library_version or None)
+        found = predict(SDPA.from_problem(problem), problem.device, build)
+        fails = ", and fail, as all its operations do: it has no machine code for the card"
+        notes.append(
+            f"{build} itself would select {found.backend}{'' if found.has_code else fails}"
+        )
+    return notes
 
 
 def describe(problem: Problem) -> dict[str, str]:
@@ -89,6 +114,8 @@ def describe(problem: Problem) -> dict[str, str]:
     return words | {"library": f"{p.library} {p.library_version}".strip()}
 
 
+IN_ORDER = "in order"  # a compiled graph carries a restriction as a list of texts
+
 # Process-wide, as torch.nn.attention.sdpa_kernel is: autograd runs backwards in threads of its own,
 # which no thread-local or context variable reaches, and torch.compile guards on a plain global.
 _allowed: tuple[str, ...] | None = None
@@ -98,14 +125,18 @@ _lock = threading.Lock()
 
 
 def allowed() -> tuple[str, ...] | None:
-    """The backends that `limelight.backends` restricts to; None when it does not."""
+    """The backends that `limelight.backends` restricts to; None when it does not.
+
+    IN_ORDER before them says that they are preferred in the order in which they stand.
+    """
     return _allowed
 
 
 @contextlib.contextmanager
-def backends(*names: str) -> Iterator[None]:
+def backends(*names: str, in_order: bool = False) -> Iterator[None]:
     """Allows only these backends inside the `with`, for the whole process.
 
+    in_order: also prefer them in the order in which they are named, not in limelight's.
     A backward runs on the backend of its forward, wherever it is started. The innermost `with`
     counts. Raises ValueError for an unknown name, and `NoBackendError`, at the call, where none
     of the names can run it.
@@ -116,6 +147,8 @@ def backends(*names: str) -> Iterator[None]:
             raise invalid("backends", found=repr(name), needed=f"one of {', '.join(KNOWN)}")
     if not names:
         raise invalid("backends", found="no name", needed=f"one or more of {', '.join(KNOWN)}")
+    if in_order:
+        names = (IN_ORDER, *names)
     opened = [names]  # a list, as identity tells it from another restriction to the same names
     with _lock:
         _restrictions = (*_restrictions, opened)
@@ -131,10 +164,14 @@ def backends(*names: str) -> Iterator[None]:
 @lru_cache(maxsize=4096)
 def decide(problem: Problem, allowed: tuple[str, ...] | None) -> Choice:
     """The choice for a problem; `Choice.backend` is None where nothing can run it."""
-    order = tuple(backend.name for backend in BACKENDS)
+    order = preference.order(problem, tuple(KNOWN))
+    if allowed is not None and allowed[0] == IN_ORDER:
+        allowed = allowed[1:]
+        rest = [name for name in KNOWN if name not in allowed]
+        order = preference.Order((*allowed, *rest), "in the order given to limelight.backends")
     reasons: dict[str, tuple[Reason, ...]] = {}
     chosen: Backend | None = None
-    for backend in BACKENDS:
+    for backend in map(KNOWN.__getitem__, order.names):
         against = backend.why_not(problem)
         if allowed is not None and backend.name not in allowed:
             names = ", ".join(allowed)
@@ -156,7 +193,8 @@ def decide(problem: Problem, allowed: tuple[str, ...] | None) -> Choice:
         problem=problem,
         backend=None if chosen is None else chosen.name,
         reasons=reasons,
-        order=order,
+        order=order.names,
+        order_source=order.source,
         config=None if chosen is None else chosen.config(problem),
     )
 

@@ -72,6 +72,8 @@ class Problem:
     library: the array library ("torch", "numpy"), with its version.
     triton_version: None where Triton is not installed; "" where that is not known.
     allow_tf32: whether the library's switch lets float32 products round to TF32.
+    cudnn_version: the cuDNN that the library has loaded, 91900 for 9.19.0; None where that is not
+        known.
 
     Raises ValueError or TypeError, naming the argument, where the parts do not fit together.
     """
@@ -94,6 +96,7 @@ class Problem:
     device: Device = CPU
     triton_version: str | None = ""
     allow_tf32: bool = False
+    cudnn_version: int | None = None
 
     @classmethod
     def of(

@@ -101,6 +101,10 @@ class Adapter:
         """Whether the library's switch lets float32 products round to TF32."""
         return False
 
+    def cudnn_version(self, array: Any) -> int | None:
+        """The cuDNN that the library would run the array's call with; None where there is none."""
+        return None
+
     def contiguous(self, array: Any) -> Any:
         raise NotImplementedError
 
@@ -196,6 +200,7 @@ class Adapter:
             device=self.device(a.query),
             triton_version=_triton_version(),
             allow_tf32=self.allow_tf32(),
+            cudnn_version=self.cudnn_version(a.query),
         )
 
     def choice(self, a: Arguments, restriction: tuple[str, ...] | None) -> Choice:

@@ -6,8 +6,21 @@ from limelight.backends.hopper import Hopper
 from limelight.backends.math import Math
 from limelight.backends.tiled import Tiled
 from limelight.backends.torch_cpu import TorchCPU
+from limelight.backends.torch_cudnn import TorchCuDNN
+from limelight.backends.torch_efficient import TorchEfficient
+from limelight.backends.torch_flash import TorchFlash
 
-# In the order in which they are tried: the first without a reason against the problem runs.
-BACKENDS: tuple[Backend, ...] = (TorchCPU(), Hopper(), Flash(), Tiled(), Math())
+# The usual order in which they are tried; `preference` moves some ahead for a device and problem.
+# The first without a reason against the problem runs.
+BACKENDS: tuple[Backend, ...] = (
+    TorchCPU(),
+    Flash(),
+    Hopper(),
+    TorchCuDNN(),
+    TorchFlash(),
+    TorchEfficient(),
+    Tiled(),
+    Math(),
+)
 
 __all__ = ["BACKENDS", "Backend", "Reason"]

@@ -7,7 +7,6 @@ not refuse, is a bug: selection catches no exceptions.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from limelight.biases import Bias
@@ -15,23 +14,8 @@ from limelight.biases.table import TableBias
 from limelight.call import Call, Gradients
 from limelight.masks import Mask
 from limelight.problem import Problem
+from limelight.reason import Reason as Reason
 from limelight.tuning import TileConfig
-
-
-@dataclass(frozen=True)
-class Reason:
-    """Why a backend is not taken: the rule, what was found, and what would lift it."""
-
-    rule: str
-    found: str
-    lift: str
-
-    def __str__(self) -> str:
-        return (
-            f"{self.rule}; found {self.found}; {self.lift}"
-            if self.lift
-            else f"{self.rule}; {self.found}"
-        )
 
 
 class Backend:

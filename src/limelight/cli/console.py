@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import typer
 from rich.console import Console
 
-from limelight.report import WIDTH
+from limelight.tables import WIDTH
 
 
 def console() -> Console:

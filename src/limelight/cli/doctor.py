@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -32,6 +33,8 @@ def doctor(
     with out.status("checking"):
         found = list(checks())
     out.print(_results(found))
+    for part in _torch_choices():
+        out.print(part)
     if cold_start:
         with out.status("compiling"):
             line = _cold_start()
@@ -61,6 +64,23 @@ def _cold_start() -> str:
         f"cold start for {device}: {found.empty:.1f} s until a causal float16 forward and backward "
         f"are compiled, {found.from_disk:.1f} s in the next process"
     )
+
+
+def _torch_choices() -> Iterator[Any]:
+    """What PyTorch's own function would run, on each GPU or else on the CPU, for a plain call."""
+    if find_spec("torch") is None:
+        return
+    from limelight import Problem, explain_torch
+    from limelight.devices import CPU
+    from limelight.pytorch import text
+
+    for device in _gpus() or [CPU]:
+        early = device.compute_capability is not None and device.compute_capability < (8, 0)
+        dtype = "float16" if early else "bfloat16"
+        found = explain_torch(Problem.of(dtype=dtype, device=device))
+        yield text.prediction_head(found)
+        yield text.prediction_table(found)
+        yield from text.prediction_notes(found)
 
 
 def _machine() -> Any:

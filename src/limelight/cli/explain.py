@@ -21,6 +21,7 @@ _OPTIONS = {
     "dropout_p": "--dropout",
     "bias": "--bias",
     "device": "--device",
+    "version": "--torch-version",
 }
 
 
@@ -64,13 +65,19 @@ def explain(
     device: Annotated[
         str | None, typer.Option(help='A device to ask about: "RTX 2080"; this one by default.')
     ] = None,
+    torch: Annotated[
+        bool, typer.Option("--torch", help="Ask what PyTorch's own function would run.")
+    ] = False,
+    torch_version: Annotated[
+        str | None, typer.Option(help="Of PyTorch, for --torch: 2.13.0; by default the installed.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say which kernel would run a problem, and every reason against each other one.
 
     Example: limelight explain --mask "causal & sliding_window(512)" --device "RTX 2080"
     """
-    from limelight import Device, Problem
+    from limelight import Device, Problem, explain_torch
     from limelight import explain as explain_problem
     from limelight.cli.grammar import parse_bias, parse_mask
     from limelight.problem import Layout
@@ -103,12 +110,19 @@ def explain(
             query_start=start_option(query_start),
             **terms,
         )
-        place = Device.named(device) if device is not None else _this_device()
-        choice = explain_problem(replace(problem, device=place))
+        place = Device.named(device) if device is not None else this_device()
+        problem = replace(problem, device=place)
+        if torch or torch_version is not None:
+            found = explain_torch(
+                problem, device=None if device is None else place, version=torch_version
+            )
+        else:
+            found = explain_problem(problem)
     if as_json:
-        typer.echo(json.dumps(choice.to_dict(), indent=2))
+        typer.echo(json.dumps(found.to_dict(), indent=2))
         return
-    _print(choice)
+    for part in _parts(found):
+        console().print(part)
 
 
 def start_option(text: str | None) -> Any:
@@ -121,7 +135,7 @@ def start_option(text: str | None) -> Any:
         raise refused("--query-start", f'found {text!r}, needed a number or "end"') from None
 
 
-def _this_device() -> Any:
+def this_device() -> Any:
     """The GPU at hand, where torch is installed and sees one; else the CPU."""
     from importlib.util import find_spec
 
@@ -138,11 +152,13 @@ def _this_device() -> Any:
     return ADAPTER.device(torch.empty(0, device="cuda"))
 
 
-def _print(choice: Any) -> None:
-    from limelight.report import choice_head, choice_notes, choice_table
+def _parts(found: Any) -> list[Any]:
+    """What is printed of a choice or of a prediction."""
+    from limelight import report
+    from limelight.dispatch import Choice
+    from limelight.pytorch import text
 
-    out = console()
-    out.print(choice_head(choice))
-    out.print(choice_table(choice))
-    for note in choice_notes(choice):
-        out.print(note)
+    if isinstance(found, Choice):
+        return [report.choice_head(found), report.choice_table(found), *report.choice_notes(found)]
+    head, table = text.prediction_head(found), text.prediction_table(found)
+    return [head, table, *text.prediction_notes(found)]

@@ -106,6 +106,9 @@ class TorchAdapter(Adapter):
     def allow_tf32(self) -> bool:
         return _allows_tf32()
 
+    def cudnn_version(self, array: Any) -> int | None:
+        return torch.backends.cudnn.version() if array.is_cuda else None
+
     def contiguous(self, array: Any) -> Any:
         return array.contiguous()
 

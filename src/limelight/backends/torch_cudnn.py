@@ -1,0 +1,30 @@
+"""The `torch_cudnn` backend: cuDNN's attention, as PyTorch carries it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from limelight.backends.base import Backend, Reason
+from limelight.call import Call, Gradients
+from limelight.problem import Problem
+from limelight.pytorch import handover
+
+
+class TorchCuDNN(Backend):
+    name = "torch_cudnn"
+    summary = "cuDNN's attention through PyTorch, O(L) memory"
+
+    def why_not(self, problem: Problem) -> list[Reason]:
+        return handover.why_not("cudnn", problem)
+
+    def forward(self, call: Call) -> tuple[Any, Any]:
+        from limelight.kernels import torch_operators
+
+        return torch_operators.cudnn_forward(call)
+
+    def backward(
+        self, call: Call, out: Any, lse: Any, d_out: Any, d_lse: Any, wanted: Gradients
+    ) -> Gradients:
+        from limelight.kernels import torch_operators
+
+        return torch_operators.cudnn_backward(call, out, lse, d_out, d_lse, wanted)

@@ -1,0 +1,30 @@
+"""The `torch_flash` backend: FlashAttention-2, as PyTorch carries it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from limelight.backends.base import Backend, Reason
+from limelight.call import Call, Gradients
+from limelight.problem import Problem
+from limelight.pytorch import handover
+
+
+class TorchFlash(Backend):
+    name = "torch_flash"
+    summary = "FlashAttention-2 through PyTorch, O(L) memory"
+
+    def why_not(self, problem: Problem) -> list[Reason]:
+        return handover.why_not("flash", problem)
+
+    def forward(self, call: Call) -> tuple[Any, Any]:
+        from limelight.kernels import torch_operators
+
+        return torch_operators.flash_forward(call)
+
+    def backward(
+        self, call: Call, out: Any, lse: Any, d_out: Any, d_lse: Any, wanted: Gradients
+    ) -> Gradients:
+        from limelight.kernels import torch_operators
+
+        return torch_operators.flash_backward(call, out, lse, d_out, d_lse, wanted)

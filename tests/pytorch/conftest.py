@@ -1,0 +1,1 @@
+collect_ignore = ["oracle"]  # scripts for a CUDA build of torch
