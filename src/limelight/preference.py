@@ -75,6 +75,6 @@ PREFERENCES = (
         "flash",
         ((7, 0),),
         lambda problem: problem.dtype == "float16",
-        "it has this card' tensor cores; not measured here",
+        "it has this card's tensor cores; not measured here",
     ),
 )

@@ -5,6 +5,7 @@ The kernel is written in Gluon (`kernels/hopper/`). docs/hopper.md tells how it 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -26,8 +27,9 @@ class Hopper(Backend):
         capability = p.device.compute_capability
         gaps = [p.mask] if p.mask is not None and p.mask.has_gaps() else []
         gaps += [p.bias] if p.bias is not None and p.bias.hides() else []
-        biases = p.bias.parts() if p.bias is not None else ()
-        other = [part for part in biases if not hasattr(part.on_device(), "fragment")]
+        bias = None if p.bias is None else p.bias.resolved(p.q_heads, _laid_out)
+        biases = bias.parts() if bias is not None else ()
+        other = [part for part in biases if not _is_elementwise(part)]
         layouts = {"query": p.query, "key": p.key, "value": p.value}
         bad = [f"{name} {why}" for name, each in layouts.items() if (why := _indescribable(each))]
         rules = (
@@ -87,6 +89,19 @@ def _kernels() -> tuple[Any, Any]:
     from limelight.kernels.hopper import plan
 
     return torch_flash, plan
+
+
+def _laid_out(values: Sequence[float]) -> Layout:
+    return Layout.contiguous((len(values),), "float32")
+
+
+def _is_elementwise(bias: Any) -> bool:
+    """Whether a bias has a fragment that asks for nothing but positions; bare ones are no matter
+    here."""
+    try:
+        return hasattr(bias.on_device(), "fragment")
+    except NotImplementedError:
+        return True
 
 
 def _indescribable(layout: Layout) -> str:
