@@ -72,6 +72,12 @@ def test_only_what_the_problem_wants(kernels, compiled):
     assert compiled == ["forward"]
 
 
+def test_hopper_forward_and_the_backward_of_flash(kernels, compiled):
+    with backends("hopper"):
+        precompile(Problem.of(training=True), device="H200")
+    assert sorted(compiled) == ["forward", "key_gradients", "query_gradient", "row_numbers"]
+
+
 def test_an_lse_may_have_a_gradient_or_not(kernels, compiled):
     with backends("flash"):
         precompile(

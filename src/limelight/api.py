@@ -180,7 +180,7 @@ def precompile(
         device: a GPU to compile for, which need not be here: as `explain` takes it.
 
     Returns:
-        The `Choice` of what will run the call. Only the backend `flash` compiles anything.
+        The `Choice` of what will run the call. Only `flash` and `hopper` compile anything.
 
     Raises:
         ValueError, TypeError: as `attention`.

@@ -20,6 +20,7 @@ _MAX_STRIDE = 2**40  # bytes that the copy engine takes between rows
 
 class Hopper(Backend):
     name = "hopper"
+    compiles = True
     summary = "warp-specialised forward for H100 and H200; the backward is flash's"
 
     def why_not(self, problem: Problem) -> list[Reason]:
@@ -71,6 +72,10 @@ class Hopper(Backend):
         plain = problem.bias is None and problem.softcap is None
         found = configs.forward(max(problem.head_dim, problem.value_dim), plain)
         return TileConfig(found.rows, found.keys, found.source)
+
+    def precompile(self, call: Call) -> None:
+        kernels, plan = _kernels()
+        kernels.precompile(call, plan.forward)
 
     def forward(self, call: Call) -> tuple[Any, Any]:
         kernels, plan = _kernels()

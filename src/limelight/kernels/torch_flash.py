@@ -155,13 +155,13 @@ def _prepare(call: Call, launches: Sequence[Launch], made: Sequence[Tensor]) -> 
     )
 
 
-def precompile(call: Call) -> None:
+def precompile(call: Call, planned: Planned = plan.forward) -> None:
     """Compiles what the forward needs, and the gradients that the problem names.
 
     Loads it too where the problem's device is the GPU that holds the tensors or, for tensors that
-    are nowhere, torch's current one.
+    are nowhere, torch's current one. planned: the forward's kernel, by its plan.
     """
-    launches, made = _forward_launches(call)
+    launches, made = _forward_launches(call, planned)
     names = call.problem.gradients
     if names:
         out, lse = made[:2]
