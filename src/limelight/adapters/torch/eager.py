@@ -65,12 +65,15 @@ def _gradients(
     first = 3 if call.sinks is None else 4
     parameters = 0 if call.bias is None else len(call.bias.tensors())
     wanted = Gradients(
-        *needs[:3],
+        query=needs[0],
+        key=needs[1],
+        value=needs[2],
         sinks=call.sinks is not None and needs[3],
         bias=tuple(needs[first : first + parameters]),
     )
     found = TorchPlan(call, choice).backward(out, lse, d_out, d_lse, wanted)
-    return [*found[:first], *found.bias]
+    sinks = () if call.sinks is None else (found.sinks,)
+    return [found.query, found.key, found.value, *sinks, *found.bias]
 
 
 class _AttentionBackward(torch.autograd.Function):
