@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +33,14 @@ PEERS = {
     "torch cudnn": SDPBackend.CUDNN_ATTENTION,
     "torch efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
-Way = Callable[[Tensor, Tensor, Tensor], Tensor]
+Way = Callable[..., Tensor]
+
+
+class Parameter(NamedTuple):
+    """A tensor of a learned bias, and its part for the first batch element's first two heads."""
+
+    tensor: Tensor
+    part: tuple[slice, ...]
 
 
 @dataclass(frozen=True)
@@ -47,11 +54,17 @@ class Case:
     peers: tuple[str, ...] = ()
     flex: Callable[[], dict[str, Any]] | None = None  # what FlexAttention gets
     others: dict[str, Way] = field(default_factory=dict)
+    # Learned biases: calls of query, key, value and parameters, whose gradients are measured too.
+    parameters: Callable[[], list[Parameter]] = list
+    call: Way | None = None
+    dense: Way | None = None  # the way of PyTorch's users: a bias in memory, the efficient kernel
 
     def ways(self) -> dict[str, Way]:
         ways: dict[str, Way] = {
-            "limelight": lambda q, k, v: ll.attention(q, k, v, **self.options),
+            "limelight": self.call or (lambda q, k, v: ll.attention(q, k, v, **self.options)),
         }
+        if self.dense is not None:
+            ways["torch dense bias"] = self.dense
         causal = isinstance(self.options.get("mask"), ll.Causal)
         for name in self.peers:
             ways[name] = _torch(PEERS[name], causal)
@@ -149,8 +162,77 @@ def cases() -> list[Case]:
             flex=lambda: block_mask(lambda b, h, i, j: (j <= i) & ((i - j < 512) | (j < 64))),
         ),
         Case("float32", (2, 16, 4096, 64), torch.float32, peers=("torch efficient",)),
+        Case(
+            "decomposed positions of a 64 x 64 grid, learned",
+            shape,
+            parameters=lambda: [_rows(4, 16, 4096, 64), _rows(4, 16, 4096, 64)],
+            call=lambda q, k, v, *rel: ll.attention(q, k, v, bias=ll.DecomposedBias(*rel)),
+            dense=_dense_decomposed,
+        ),
+        Case(
+            "Transformer-XL, learned",
+            shape,
+            parameters=lambda: [_heads(16, 8191, 64), _heads(16, 64), _heads(16, 64)],
+            call=_transformer_xl,
+            dense=_dense_transformer_xl,
+        ),
+        Case(
+            "Shaw's relative keys to 64 positions, learned",
+            shape,
+            parameters=lambda: [Parameter(_drawn(129, 64), ())],
+            call=lambda q, k, v, table: ll.attention(q, k, v, bias=ll.ShawRelative(table)),
+            dense=_dense_shaw,
+        ),
     ]
     return found
+
+
+def _drawn(*shape: int) -> Tensor:
+    drawn = 0.3 * torch.randn(shape, device="cuda")
+    return drawn.to(torch.bfloat16).requires_grad_()
+
+
+def _rows(*shape: int) -> Parameter:
+    return Parameter(_drawn(*shape), (slice(1), slice(2)))
+
+
+def _heads(*shape: int) -> Parameter:
+    return Parameter(_drawn(*shape), (slice(2),))
+
+
+def _efficient(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+
+
+def _dense_decomposed(q: Tensor, k: Tensor, v: Tensor, rel_h: Tensor, rel_w: Tensor) -> Tensor:
+    return _efficient(q, k, v, (rel_h[..., :, None] + rel_w[..., None, :]).flatten(-2))
+
+
+def _transformer_xl(
+    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, content: Tensor, position: Tensor
+) -> Tensor:
+    query, bias = ll.TransformerXLBias.of(q, positions, content, position)
+    return ll.attention(query, k, v, bias=bias)
+
+
+def _dense_transformer_xl(
+    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, content: Tensor, position: Tensor
+) -> Tensor:
+    length = q.shape[2]
+    products = (q + position[:, None]) @ positions.mT  # [B, H, L, 2 L - 1]
+    shape = products.shape
+    shifted = F.pad(products, (1, 0)).view(*shape[:2], shape[3] + 1, shape[2])[..., 1:, :]
+    bias = shifted.view(shape)[..., :length] * q.shape[3] ** -0.5
+    return _efficient(q + content[:, None], k, v, bias)
+
+
+def _dense_shaw(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
+    place = torch.arange(q.shape[2], device=q.device)
+    last = table.shape[0] // 2
+    entry = (place - place[:, None]).clamp(-last, last) + last
+    products = (q @ table.mT) * q.shape[3] ** -0.5
+    return _efficient(q, k, v, products.gather(-1, entry.expand(*q.shape[:2], *entry.shape)))
 
 
 def measure(case: Case) -> dict[str, Any]:
@@ -159,23 +241,31 @@ def measure(case: Case) -> dict[str, Any]:
         torch.randn(case.shape, device="cuda", dtype=case.dtype, requires_grad=True)
         for _ in range(3)
     )
+    parameters = case.parameters()
+    inputs = (q, k, v, *(p.tensor for p in parameters))
     d_out = torch.randn_like(q)
-    right = reference(case, q, k, v, d_out)
+    right = reference(case, inputs, parameters, d_out)
+    parts = [(slice(1), slice(2))] * 4 + [p.part for p in parameters]
     row: dict[str, Any] = {"case": case.name, "shape": case.shape, "dtype": str(case.dtype)}
-    row["backend"] = ll.explain(q, k, v, **case.options).backend
+    with ll.record() as calls:
+        case.ways()["limelight"](*inputs)
+    row["backend"] = calls.calls[0].choice.backend
     ready: dict[str, tuple[Way, Tensor]] = {}
     for name, way in case.ways().items():
         try:
-            out = way(q, k, v)
+            out = way(*inputs)
         except Exception as error:  # a peer that cannot run this is a result too
             if name == "limelight":
                 raise
             row[name] = {"fails": f"{type(error).__name__}: {str(error).splitlines()[0][:80]}"}
             continue
-        gradients = torch.autograd.grad(out, (q, k, v), d_out, retain_graph=True)
+        # What arrives at the part that is checked; parameters are shared by the rest.
+        only = torch.zeros_like(d_out)
+        only[:1, :2] = d_out[:1, :2]
+        gradients = torch.autograd.grad(out, inputs, only, retain_graph=True)
         errors = [
-            float(((t[:1, :2].double() - r).norm() / r.norm()).detach())
-            for t, r in zip((out, *gradients), right, strict=True)
+            float(((t[part].double() - r).norm() / r.norm()).detach())
+            for t, part, r in zip((out, *gradients), parts, right, strict=True)
         ]
         row[name] = {"error": max(errors)}
         if max(errors) <= TOLERANCE[case.dtype]:
@@ -186,9 +276,9 @@ def measure(case: Case) -> dict[str, Any]:
     for turn in range(WARMUP + REPEATS):
         for name, (way, out) in ready.items():
             with torch.no_grad():
-                forward = timed(lambda way=way: way(q, k, v))
+                forward = timed(lambda way=way: way(*inputs))
             backward = timed(
-                lambda out=out: torch.autograd.grad(out, (q, k, v), d_out, retain_graph=True)
+                lambda out=out: torch.autograd.grad(out, inputs, d_out, retain_graph=True)
             )
             if turn >= WARMUP:
                 times.setdefault((name, "forward"), []).append(forward)
@@ -198,18 +288,24 @@ def measure(case: Case) -> dict[str, Any]:
     return row
 
 
-def reference(case: Case, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> list[Tensor]:
+def reference(
+    case: Case, inputs: tuple[Tensor, ...], parameters: list[Parameter], d_out: Tensor
+) -> list[Tensor]:
     """Output and gradients of the first batch element's first two heads, in float64."""
-    leaves = [t.detach()[:1, :2].double().requires_grad_() for t in (q, k, v)]
+    parts = [(slice(1), slice(2))] * 3 + [p.part for p in parameters]
+    leaves = [
+        t.detach()[part].double().requires_grad_() for t, part in zip(inputs, parts, strict=True)
+    ]
     options = dict(case.options)
     if options.get("mask") is not None:  # of the lengths, those of the first batch element
         options["mask"] = options["mask"].map_tensors(
-            lambda t: t[:1] if t.dim() == 1 and len(t) == q.shape[0] else t
+            lambda t: t[:1] if t.dim() == 1 and len(t) == inputs[0].shape[0] else t
         )
     if isinstance(options.get("bias"), ll.ALiBi):
         options["bias"] = ll.ALiBi(options["bias"].slopes[:2])
+    call = case.call or (lambda q, k, v: ll.attention(q, k, v, **options))
     with ll.backends("math"):
-        out = ll.attention(*leaves, **options)
+        out = call(*leaves)
         return [out, *torch.autograd.grad(out, leaves, d_out[:1, :2].double())]
 
 

@@ -11,6 +11,7 @@ from limelight import (
     ALiBi,
     BlockSparse,
     Causal,
+    DecomposedBias,
     DenseBias,
     DenseMask,
     Documents,
@@ -18,8 +19,10 @@ from limelight import (
     Packed,
     PrefixLM,
     RelativeBias,
+    ShawRelative,
     SlidingWindow,
     T5Bias,
+    TransformerXLBias,
     attention,
     attention_vjp,
     backends,
@@ -135,7 +138,10 @@ def one_mask(draw, drawn, s):
 @st.composite
 def one_bias(draw, drawn, s):
     dtype = draw(st.sampled_from([drawn.dtype, torch.float32]))
-    kinds = ["alibi", "batched alibi", "dense", "dense with gaps", "relative", "t5"]
+    kinds = ["alibi", "batched alibi", "dense", "dense with gaps", "relative", "t5", "shaw"]
+    kinds.append("transformer xl")
+    if s["kv_len"] > 0:
+        kinds.append("decomposed")
     if drawn.dtype != torch.float64:
         kinds.append("paper")  # whose slopes are float32
     kind = draw(st.sampled_from(kinds))
@@ -151,6 +157,23 @@ def one_bias(draw, drawn, s):
     if kind == "t5":
         table = drawn.normal(draw(st.integers(4, 32)), heads, dtype=dtype)
         return T5Bias(table, draw(st.booleans()), draw(st.integers(17, 150)))
+    if kind == "decomposed":
+        columns = draw(st.integers(1, s["kv_len"]))
+        lines = draw(st.integers(1, s["kv_len"] // columns))
+        row = (s["batch"], s["heads"], s["q_len"])
+        return DecomposedBias(
+            drawn.normal(*row, lines, dtype=dtype),
+            drawn.normal(*row, columns, dtype=dtype),
+            draw(st.integers(0, s["kv_len"] - lines * columns)),
+        )
+    if kind in ("shaw", "transformer xl"):
+        offsets, first = draw(st.integers(1, 60)), draw(st.integers(-60, 20))
+        lead = (draw(st.sampled_from([1, s["heads"]])),)
+        table = drawn.normal(*lead, offsets, s["head_dim"], dtype=dtype)
+        if kind == "shaw":
+            return ShawRelative(table[0].detach().requires_grad_(), first)
+        scores = drawn.normal(*lead, offsets, dtype=dtype) if draw(st.booleans()) else None
+        return TransformerXLBias(table, scores, first)
     shape = drawn.broadcast_shape((s["batch"], s["heads"], s["q_len"], s["kv_len"]))
     tensor = drawn.normal(*shape, dtype=dtype, grad=False)
     if kind == "dense with gaps":

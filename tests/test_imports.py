@@ -68,8 +68,9 @@ def test_public_names():
     for name in (
         "attention", "attention_vjp", "explain", "explain_torch", "scaled_dot_product_attention", "record", "backends",
         "NoBackendError", "Problem", "Device", "Mask", "Bias", "Causal", "SlidingWindow", "KeyLengths",
-        "Documents", "DenseMask", "PrefixLM", "Packed", "BlockSparse", "ALiBi", "DenseBias",
-        "RelativeBias", "RelativeBias2D", "T5Bias", "__version__",
+        "Documents", "DenseMask", "PrefixLM", "Packed", "BlockSparse", "ALiBi", "DecomposedBias",
+        "DenseBias", "RelativeBias", "RelativeBias2D", "ShawRelative", "T5Bias", "TransformerXLBias",
+        "__version__",
     ):  # fmt: skip
         assert hasattr(limelight, name)
 

@@ -17,6 +17,7 @@ from limelight import (
     ALiBi,
     BlockSparse,
     Causal,
+    DecomposedBias,
     DenseBias,
     DenseMask,
     Documents,
@@ -25,8 +26,10 @@ from limelight import (
     PrefixLM,
     RelativeBias,
     RelativeBias2D,
+    ShawRelative,
     SlidingWindow,
     T5Bias,
+    TransformerXLBias,
 )
 from limelight.masks import And, Or
 from limelight.picture import dense
@@ -187,6 +190,15 @@ def test_blocks_are_a_dense_mask_repeated():
 # Biases, by hand and by their papers.
 
 ARANGE8 = np.arange(8.0)[:, None]
+
+
+def decomposed(rel_h, rel_w, **options):
+    """Of one batch element and head: a row for each query."""
+    return DecomposedBias(
+        *(np.array(rows, float)[None, None] for rows in (rel_h, rel_w)), **options
+    )
+
+
 LITERAL_BIASES = [
     (ALiBi(np.array([0.5])), 2, 3, 0, [[0, -0.5, -1], [-0.5, 0, -0.5]]),
     (ALiBi(np.array([2.0])), 1, 3, 2, [[-4, -2, 0]]),
@@ -209,6 +221,20 @@ LITERAL_BIASES = [
     (RelativeBias2D(ARANGE8[:5], 1, 3), 3, 3, 0, [[2, 1, 0], [3, 2, 1], [4, 3, 2]]),
     (RelativeBias2D(ARANGE8[:5], 3, 1), 3, 3, 0, [[2, 1, 0], [3, 2, 1], [4, 3, 2]]),
     (RelativeBias2D(ARANGE8[:5], 3, 1), 3, 3, -1, [[0, 0, 0], [2, 1, 0], [3, 2, 1]]),
+    (decomposed([[0, 10], [5, 7]], [[1, 2, 3], [4, 8, 9]]), 2, 6, 0,
+     [[1, 2, 3, 11, 12, 13], [9, 13, 14, 11, 15, 16]]),
+    (decomposed([[0, 10]], [[1, 2]], first_key=1), 1, 7, 3, [[0, 1, 2, 11, 12, 0, 0]]),
+    (decomposed([[5]], [[np.inf]], first_key=1), 1, 2, 0, [[0, np.inf]]),
+    # Queries are all ones here: a row of a table stands for its sum.
+    (ShawRelative(np.array([[-1, 0], [3, 2], [0, 1]])), 3, 4, 0,
+     [[5, 1, 1, 1], [-1, 5, 1, 1], [-1, -1, 5, 1]]),
+    (ShawRelative(np.array([[1.0], [2], [3], [4]]), first=-2), 2, 4, 1, [[2, 3, 4, 4], [1, 2, 3, 4]]),
+    (ShawRelative(np.array([[7.0]])), 1, 2, 0, [[7, 7]]),
+    (TransformerXLBias(np.array([[[1.0], [2], [3]]])), 2, 3, 0, [[2, 3, 3], [1, 2, 3]]),
+    (TransformerXLBias(np.array([[[1.0, 1.0], [2, 2], [3, 3]]]), np.array([[10, 20, 30]]), first=0),
+     2, 4, 0, [[12, 24, 36, 36], [12, 12, 24, 36]]),
+    (TransformerXLBias(np.array([[[1.0], [2]]]), np.array([[10, 20]]), first=-1)
+     + DenseBias(np.array([[0.5]])), 1, 3, 2, [[11.5, 11.5, 22.5]]),
 ]  # fmt: skip
 
 
@@ -287,6 +313,8 @@ def test_relative_2d_is_swins(height, width):
 # Every mask and bias, over random tiles.
 
 SIZE = Size(2, 4, 12, 15)
+HEAD_DIM = 3
+QUERY = np.random.default_rng(2).normal(size=(*SIZE[:3], HEAD_DIM))
 
 
 def masks(draw=None):
@@ -328,6 +356,14 @@ def biases(rng=None):
         RelativeBias(rng.normal(size=(1, 6)), first=-4) + T5Bias(rng.normal(size=(9, 1)), False, 7),
         T5Bias(rng.normal(size=(8, 4)), max_distance=6),
         RelativeBias2D(rng.normal(size=(45, 4)), 3, 5),
+        DecomposedBias(rng.normal(size=(2, 4, 12, 3)), rng.normal(size=(2, 4, 12, 5))),
+        DecomposedBias(rng.normal(size=(2, 4, 12, 4)), rng.normal(size=(2, 4, 12, 3)), first_key=2),
+        ShawRelative(rng.normal(size=(5, HEAD_DIM))),
+        ShawRelative(rng.normal(size=(1, HEAD_DIM))),
+        ShawRelative(rng.normal(size=(40, HEAD_DIM)), first=-30),
+        TransformerXLBias(rng.normal(size=(4, 26, HEAD_DIM)), rng.normal(size=(4, 26)), first=-11),
+        TransformerXLBias(rng.normal(size=(1, 7, HEAD_DIM)), rng.normal(size=(4, 7))),
+        TransformerXLBias(rng.normal(size=(4, 9, HEAD_DIM)), first=3) + ALiBi(rng.normal(size=4)),
     ]
 
 
@@ -349,7 +385,15 @@ def test_every_exported_mask_and_bias_is_tried_here():
 
 
 def positions(start=0, size=SIZE, xp=np):
-    return Positions.of(xp, size=size, dtype=xp.float64, device="cpu", query_start=start)
+    return Positions.of(
+        xp,
+        size=size,
+        dtype=xp.float64,
+        device="cpu",
+        query_start=start,
+        query=xp.asarray(QUERY) if size == SIZE else None,
+        scale=0.3,
+    )
 
 
 def values(term, size=SIZE, start=0):
@@ -464,7 +508,8 @@ def test_a_tile_of_a_bias_is_the_same_part_of_the_whole(data):
     window = tuple(some_slice(data.draw, length) for length in SIZE)
     whole = values(bias, start=start)[window]
     tile = positions(start).tile(*window)
-    np.testing.assert_array_equal(np.broadcast_to(bias.values(tile, np), whole.shape), whole)
+    found = np.broadcast_to(bias.values(tile, np), whole.shape)
+    np.testing.assert_allclose(found, whole, rtol=0, atol=1e-13)  # products round by their shapes
 
 
 @pytest.mark.parametrize("bias", biases(), ids=kind)
@@ -477,12 +522,16 @@ def test_fold_is_the_derivative_of_values(bias):
 
     parameters = [torch.as_tensor(tensor).requires_grad_() for tensor in bias.tensors()]
     traced = bias.with_tensors(iter(parameters))
-    total = (
-        traced.values(positions(torch.as_tensor(start), xp=torch_xp).whole(), torch_xp)
-        * torch.as_tensor(weight)
-    ).sum()
-    for found, expected in zip(folded, torch.autograd.grad(total, parameters), strict=True):
-        np.testing.assert_allclose(found, expected.numpy(), atol=1e-12)
+    at = positions(torch.as_tensor(start), xp=torch_xp).whole()
+    at.query.requires_grad_()
+    total = (traced.values(at, torch_xp) * torch.as_tensor(weight)).sum()
+    expected = torch.autograd.grad(total, parameters, retain_graph=True)
+    for found, each in zip(folded, expected, strict=True):
+        np.testing.assert_allclose(found, each.numpy(), atol=1e-12)
+    if bias.reads_query():
+        found = bias.fold_query(weight, positions(start).whole(), np)
+        (each,) = torch.autograd.grad(total, at.query)
+        np.testing.assert_allclose(found, each.numpy(), atol=1e-12)
 
 
 @pytest.mark.parametrize("bias", biases(), ids=kind)

@@ -12,10 +12,13 @@ from limelight.api import precompile as precompile
 from limelight.api import scaled_dot_product_attention as scaled_dot_product_attention
 from limelight.biases import ALiBi as ALiBi
 from limelight.biases import Bias as Bias
+from limelight.biases import DecomposedBias as DecomposedBias
 from limelight.biases import DenseBias as DenseBias
 from limelight.biases import RelativeBias as RelativeBias
 from limelight.biases import RelativeBias2D as RelativeBias2D
+from limelight.biases import ShawRelative as ShawRelative
 from limelight.biases import T5Bias as T5Bias
+from limelight.biases import TransformerXLBias as TransformerXLBias
 from limelight.devices import Device as Device
 from limelight.dispatch import backends as backends
 from limelight.dispatch import record as record

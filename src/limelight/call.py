@@ -59,12 +59,15 @@ class Call:
         return self.query.shape[1] // self.key.shape[1]
 
     def positions(self, xp: Any, dtype: Any) -> Positions:
+        reads_query = self.bias is not None and self.bias.reads_query()
         return Positions.of(
             xp,
             size=self.size,
             dtype=dtype,
             device=self.query.device,
             query_start=self.query_start,
+            query=xp.astype(self.query, dtype) if reads_query else None,
+            scale=self.scale,
         )
 
     def tensors(self) -> list[Any]:

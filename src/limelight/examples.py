@@ -81,8 +81,45 @@ def _dense_mask(size: Size) -> dict[str, Any]:
 
 
 def _dense_bias(size: Size) -> dict[str, Any]:
-    shape = (1, size.q_heads, size.q_len, size.kv_len)
-    return {"tensor": Array(shape, "float32", lambda: _random(shape).astype(np.float32))}
+    return {"tensor": _normal((1, size.q_heads, size.q_len, size.kv_len))}
+
+
+def _decomposed(size: Size) -> dict[str, Any]:
+    """The most nearly square grid of lines that the keys fill, but for a few."""
+    lines = max(1, int(size.kv_len**0.5))
+    row = size[:3]
+    return {
+        "rel_h": _normal((*row, lines)),
+        "rel_w": _normal((*row, max(1, size.kv_len // lines))),
+    }
+
+
+def _shaw_relative(size: Size, head_dim: int) -> dict[str, Any]:
+    return {"key_table": _waves((2 * max(1, size.kv_len // 5) + 1, head_dim))}
+
+
+def _transformer_xl(size: Size, head_dim: int) -> dict[str, Any]:
+    offsets = size.q_len + size.kv_len - 1
+    return {
+        "position_keys": _waves((size.q_heads, offsets, head_dim)),
+        "position_scores": _normal((size.q_heads, offsets)),
+        "first": 1 - size.q_len,
+    }
+
+
+def _waves(shape: tuple[int, ...]) -> Array:
+    """Of each offset and dimension a cosine, the dimensions with ever longer waves."""
+
+    def values() -> np.ndarray:
+        offset = np.arange(shape[-2]) - shape[-2] // 2
+        waves = np.cos(offset[:, None] * 0.01 ** np.linspace(0, 1, shape[-1])) / shape[-1]
+        return np.array(np.broadcast_to(waves, shape), np.float32)
+
+    return Array(shape, "float32", values)
+
+
+def _normal(shape: tuple[int, ...]) -> Array:
+    return Array(shape, "float32", lambda: _random(shape).astype(np.float32))
 
 
 def _relative(size: Size) -> dict[str, Any]:
@@ -123,14 +160,20 @@ EXAMPLES: dict[type[Term], Callable[[Size], dict[str, Any]]] = {
     biases.RelativeBias: _relative,
     biases.T5Bias: _t5,
     biases.RelativeBias2D: _relative_2d,
+    biases.DecomposedBias: _decomposed,
+}
+# Of biases that read the query: its head_dim is needed too.
+READING: dict[type[Term], Callable[[Size, int], dict[str, Any]]] = {
+    biases.ShawRelative: _shaw_relative,
+    biases.TransformerXLBias: _transformer_xl,
 }
 
 
 def kinds(base: type[Term]) -> dict[str, type[Term]]:
     """limelight's own masks (or biases) by the names of the command line.
 
-    >>> list(kinds(Bias))
-    ['alibi', 'dense_bias', 'relative_bias', 'relative_bias2d', 't5_bias']
+    >>> [name for name in kinds(Bias) if name.startswith(("a", "d"))]
+    ['alibi', 'decomposed_bias', 'dense_bias']
     """
     module = masks if issubclass(base, Mask) else biases
     found = [getattr(module, name) for name in module.__all__]
@@ -157,13 +200,17 @@ def spelled(kind: type[Term]) -> str:
     return words
 
 
-def example(kind: type[Term], size: Size, given: dict[str, Any] | None = None) -> Mask | Bias:
+def example(
+    kind: type[Term], size: Size, given: dict[str, Any] | None = None, head_dim: int = 64
+) -> Mask | Bias:
     """A term of this kind for a problem of this size, with an `Array` in the place of each tensor.
 
     given: plain fields with values to use instead of the example's. Raises ValueError where a
     field without default has neither.
     """
     values = EXAMPLES[kind](size) if kind in EXAMPLES else {}
+    if kind in READING:
+        values = READING[kind](size, head_dim)
     if given and any(name in kind.plain_fields for name in values):
         # The example's numbers belong together: one that is given replaces them all.
         values = {name: value for name, value in values.items() if name in kind.tensor_fields}

@@ -28,13 +28,20 @@ SHADES = " ░▒▓█"  # where there is no colour, for values from least to g
 def dense(
     term: Mask | Bias, q_len: int, kv_len: int, *, heads: int = 1, query_start: int = 0
 ) -> np.ndarray:
-    """The values [heads, q_len, kv_len] of a mask or bias for one batch element."""
+    """The values [heads, q_len, kv_len] of a mask or bias for one batch element.
+
+    For a bias that reads the query, of queries that are all ones, with a scale of 1.
+    """
     size = Size(1, heads, q_len, kv_len)
     term = term.resolved(heads, np.asarray).map_tensors(np.asarray)
-    at = Positions.of(
-        np, size=size, dtype=np.float64, device="cpu", query_start=query_start
-    ).whole()
-    return np.broadcast_to(term.values(at, np), (1, heads, q_len, kv_len))[0]
+    query = None
+    if isinstance(term, Bias) and term.reads_query():
+        dims = [part.query_dim() for part in term.parts()]  # type: ignore[attr-defined]
+        query = np.ones((1, heads, q_len, next(dim for dim in dims if dim is not None)))
+    positions = Positions.of(
+        np, size=size, dtype=np.float64, device="cpu", query_start=query_start, query=query
+    )
+    return np.broadcast_to(term.values(positions.whole(), np), (1, heads, q_len, kv_len))[0]
 
 
 def matrix(term: Mask | Bias, q_len: int, kv_len: int) -> str:

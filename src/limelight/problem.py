@@ -307,6 +307,14 @@ class Problem:
                 for part in term.parts():
                     type(part).check_fields()
                 term.check(self.size)
+        for part in self.bias.parts() if self.bias is not None else ():
+            dim = part.query_dim()  # type: ignore[attr-defined]
+            if dim not in (None, self.head_dim):
+                raise invalid(
+                    f"bias {type(part).__name__}",
+                    found=f"a last dimension of {dim}",
+                    needed=f"the head_dim of query, {self.head_dim}",
+                )
         start = self.query_start
         if isinstance(start, Layout):
             if not start.dtype.startswith(("int", "uint")):

@@ -6,6 +6,7 @@ biases and dropout themselves say.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -46,7 +47,7 @@ def attention(
     batch, q_heads, q_len, head_dim = query.shape
     kv_heads, kv_len = key.shape[1:3]
     group = q_heads // kv_heads
-    scale = head_dim**-0.5 if scale is None else scale
+    scale = float(head_dim**-0.5 if scale is None else scale)
     size = Size(batch, q_heads, q_len, kv_len)
     mask = mask.map_tensors(np.asarray) if mask is not None else None
     if bias is not None:
@@ -54,7 +55,16 @@ def attention(
     if sinks is not None:
         sinks = np.asarray(sinks, np.float64)
     start = query_start if isinstance(query_start, int) else np.asarray(query_start)
-    at = Positions.of(np, size=size, dtype=np.float64, device="cpu", query_start=start).whole()
+    positions = Positions.of(
+        np,
+        size=size,
+        dtype=np.float64,
+        device="cpu",
+        query_start=start,
+        query=query,
+        scale=scale,
+    )
+    at = positions.whole()
 
     with np.errstate(invalid="ignore", over="ignore"):
         visible = _visible(mask, bias, at)
@@ -80,6 +90,7 @@ def attention(
         # Rows that see nothing have no gradient, whatever arrives or the query holds.
         nothing = np.isneginf(lse)
         query = np.where(nothing[..., None], 0.0, query)
+        at = replace(at, query=query)
         d_out = np.where(nothing[..., None], 0.0, np.asarray(d_out, np.float64))
         d_lse = np.where(nothing, 0.0, 0.0 if d_lse is None else np.asarray(d_lse, np.float64))
         d_values = (probs * kept).swapaxes(2, 3) @ d_out
@@ -93,6 +104,8 @@ def attention(
         if bias is not None:
             d_bias = [np.zeros(tensor.shape) for tensor in bias.tensors()]
             bias.fold(d_scores, at, np, d_bias)
+            if bias.reads_query():
+                d_query += bias.fold_query(d_scores, at, np)
         d_sinks = None
         if sinks is not None:
             d_sinks = -(sink_probs * delta).sum(axis=(0, 2))

@@ -244,7 +244,15 @@ def magnitudes(
         )
         batch, heads, q_len, _ = query.shape
         size = Size(batch, heads, q_len, key.shape[2])
-        at = Positions.of(np, size=size, dtype=np.float64, device="cpu", query_start=start).whole()
+        at = Positions.of(
+            np,
+            size=size,
+            dtype=np.float64,
+            device="cpu",
+            query_start=start,
+            query=np.abs(q),
+            scale=scale,
+        ).whole()
         resolved = given.resolved(size.q_heads, np.asarray).map_tensors(as_numpy)
         folded = [np.zeros(tensor.shape) for tensor in resolved.tensors()]
         resolved.fold(terms, at, np, folded)

@@ -58,6 +58,10 @@ class Tile:
     # None where they are on a device and would have to be waited for.
     q_start: int | None
     q_stop: int | None
+    # For a bias that reads the query: the tile's queries [B, H, M, head_dim], in `dtype`, and the
+    # scale of the scores.
+    query: Any = None
+    scale: float = 1.0
 
     @property
     def k_start(self) -> int:
@@ -94,10 +98,25 @@ class Positions:
     q_pos: Any
     k_pos: Any
     starts: int | tuple[int, ...] | None
+    query: Any
+    scale: float
 
     @classmethod
-    def of(cls, xp: Any, *, size: Size, dtype: Any, device: Any, query_start: Any) -> Positions:
-        """`query_start`: a number, or an integer array [batch]; `dtype`: that of the scores."""
+    def of(
+        cls,
+        xp: Any,
+        *,
+        size: Size,
+        dtype: Any,
+        device: Any,
+        query_start: Any,
+        query: Any = None,
+        scale: float = 1.0,
+    ) -> Positions:
+        """`query_start`: a number, or an integer array [batch]; `dtype`: that of the scores.
+
+        query, scale: the call's, where a bias reads the query.
+        """
         batch, heads, q_len, kv_len = size
 
         def indices(count: int, axis: int) -> Any:
@@ -119,6 +138,8 @@ class Positions:
             q_pos=row + query_start,
             k_pos=indices(kv_len, 3),
             starts=starts,
+            query=query,
+            scale=scale,
         )
 
     def tile(self, batches: slice, heads: slice, rows: slice, keys: slice) -> Tile:
@@ -147,6 +168,8 @@ class Positions:
             k_pos=self.k_pos[..., keys],
             q_start=q_start,
             q_stop=q_stop,
+            query=None if self.query is None else self.query[batches, heads, rows],
+            scale=self.scale,
         )
 
     def whole(self) -> Tile:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction, _patch_lang
 
 from limelight.call import Call, Gradients
@@ -74,14 +75,17 @@ def run(launches: list[Launch]) -> None:
         launch.kernel[(launch.grid,)](**arguments, **launch.constants)
 
 
-def _interpreted(node: Any) -> Any:
+def _interpreted(node: Any, name: str = "") -> Any:
     if isinstance(node, tuple):
-        parts = [_interpreted(part) for part in node]
+        names = getattr(node, "_fields", ("",) * len(node))
+        parts = [_interpreted(part, each) for part, each in zip(node, names, strict=True)]
         return type(node)(*parts) if hasattr(node, "_fields") else tuple(parts)
     if isinstance(node, Array):
         return _Pointer(node.address, node.dtype)
     if isinstance(node, bool):
         return np.bool_(node)  # a plain one would become a tensor, and fail
+    if isinstance(node, int) and name.isupper():
+        return tl.constexpr(node)
     return node.value if isinstance(node, Scalar) else node
 
 

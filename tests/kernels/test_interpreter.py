@@ -40,7 +40,10 @@ BATCH, HEADS, KV_HEADS, Q_LEN, KV_LEN = 2, 2, 1, 37, 53
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("forward", "key_gradients", "query_gradient", "dense_gradient", "offset_gradient"):
+    for name in (
+        "forward", "key_gradients", "query_gradient", "dense_gradient", "offset_gradient",
+        "band_gradients", "reading",
+    ):  # fmt: skip
         monkeypatch.setattr(configs, name, lambda *_: Config(16, 16, 4, 1))
     monkeypatch.setattr(configs, "ROW_NUMBERS", Config(32, 1, 4, 1))
 
@@ -166,6 +169,7 @@ def packed(keys: list[Any], queries: list[Any] | None = None) -> ll.Packed:
     return ll.Packed(torch.tensor(keys), bounds)
 
 
+ROW = (BATCH, HEADS, Q_LEN)
 MASKS = {
     "causal": ll.Causal(),
     "window": ll.SlidingWindow(9, 4),
@@ -219,6 +223,13 @@ BIASES = {
     "t5 decoder": ll.T5Bias(random(9, HEADS), bidirectional=False, max_distance=20),
     "relative, steep": ll.RelativeBias(6 * torch.arange(9.0)[None]),
     "relative and t5": ll.RelativeBias(random(HEADS, 5)) + ll.T5Bias(random(8, 1)),
+    "decomposed": ll.DecomposedBias(random(*ROW, 6), random(*ROW, 7), first_key=3),
+    "decomposed, long lines": ll.DecomposedBias(random(*ROW, 2), random(*ROW, 16), first_key=16),
+    "decomposed, longer lines": ll.DecomposedBias(random(*ROW, 1), random(*ROW, 48)),
+    "shaw": ll.ShawRelative(random(7, 16)),
+    "shaw to the left": ll.ShawRelative(random(6, 16), first=-30),
+    "transformer xl": ll.TransformerXLBias(random(HEADS, 89, 16), random(HEADS, 89), first=-36),
+    "transformer xl, shared": ll.TransformerXLBias(random(1, 33, 16)),
     "two slopes": ll.ALiBi(torch.rand(HEADS)) + ll.ALiBi(torch.rand(BATCH, HEADS)),
 }
 
@@ -262,6 +273,9 @@ def test_biases(bias: ll.Bias) -> None:
         ("causal", "relative and t5"),
         ("documents in order", "t5"),
         ("window", "relative, steep"),
+        ("causal documents", "decomposed"),
+        ("window", "shaw"),
+        ("lengths", "transformer xl"),
     ],
 )
 def test_masks_with_biases(mask: str, bias: str) -> None:
@@ -307,6 +321,31 @@ def test_windows(height: int, width: int, q_len: int, start: Any) -> None:
     table = random((2 * height - 1) * (2 * width - 1), HEADS)
     bias = ll.RelativeBias2D(table, height, width)
     check(case(batch=3, q_len=q_len, kv_len=height * width, query_start=start, bias=bias))
+
+
+@pytest.mark.parametrize("start", [16, torch.tensor([-5, 16])], ids=str)
+@pytest.mark.parametrize("bias", ["shaw", "transformer xl", "decomposed"])
+def test_query_start_under_biases_of_rows(bias: str, start: Any) -> None:
+    check(case(query_start=start, bias=BIASES[bias], mask=MASKS["causal"]))
+
+
+@pytest.mark.parametrize(
+    "bias",
+    [
+        ll.DecomposedBias(random(BATCH, 4, 33, 3), random(BATCH, 4, 33, 9)),
+        ll.ShawRelative(random(70, 40), first=-40),
+        ll.TransformerXLBias(random(4, 3, 40), random(1, 3)) + ll.ALiBi(torch.rand(4)),
+    ],
+    ids=str,
+)
+def test_biases_of_rows_in_half_precision(bias: ll.Bias) -> None:
+    call = case(torch.float16, q_len=33, kv_len=31, heads=4, kv_heads=2, head_dim=40, value_dim=24)
+    check(replace(call, bias=bias))
+
+
+@pytest.mark.parametrize("sizes", [{"q_len": 0}, {"kv_len": 0}, {"batch": 0}], ids=str)
+def test_relative_keys_of_nothing(sizes: dict[str, Any]) -> None:
+    check(case(**sizes, bias=ll.TransformerXLBias(random(HEADS, 5, 16), random(HEADS, 5))))
 
 
 def test_softcap() -> None:

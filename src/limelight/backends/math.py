@@ -6,6 +6,7 @@ memory: a few matrices of batch * q_heads * q_len * kv_len numbers.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from limelight import dropout
@@ -53,6 +54,7 @@ class Math(Backend):
         # Rows that see nothing have no gradient, whatever arrives or the query holds.
         nothing = lse == -xp.inf
         query = _zeroed(dense.query, nothing[..., None], xp)
+        at = replace(dense.at, query=query)
         d_lse = xp.zeros_like(lse) if d_lse is None else xp.astype(d_lse, dtype)
         d_out = xp.zeros_like(out) if d_out is None else d_out
         d_out = _zeroed(xp.astype(d_out, dtype), nothing[..., None], xp)
@@ -71,7 +73,7 @@ class Math(Backend):
                 xp.zeros_like(tensor, dtype=dtype) if want else None
                 for tensor, want in zip(call.bias.tensors(), wanted.bias, strict=True)
             ]
-            call.bias.fold(d_scores, dense.at, xp, d_bias)
+            call.bias.fold(d_scores, at, xp, d_bias)
         d_sinks = None
         if wanted.sinks:
             d_sinks = -xp.sum(sink_probs * delta, axis=(0, 2))
@@ -80,6 +82,8 @@ class Math(Backend):
         if call.softcap is not None:
             d_products = d_products * (1 - (dense.capped / call.softcap) ** 2)
         d_query = _matmul(d_products, dense.key, call.group, xp) if wanted.query else None
+        if wanted.query and call.bias is not None and call.bias.reads_query():
+            d_query = d_query + call.bias.fold_query(d_scores, at, xp)
         d_key = _matmul_t(d_products, query, call.group, xp) if wanted.key else None
 
         def cast(gradient: Any, like: Any) -> Any:

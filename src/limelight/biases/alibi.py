@@ -37,7 +37,9 @@ class ALiBi(Bias):
     slopes: Any = None
 
     tensor_fields: ClassVar[tuple[str, ...]] = ("slopes",)
-    gradient: ClassVar[Literal["head", "dense", "offset", "pair"] | None] = "head"
+    gradient: ClassVar[Literal["head", "dense", "offset", "pair", "rows", "vectors"] | None] = (
+        "head"
+    )
 
     @staticmethod
     def paper_slopes(heads: int) -> tuple[float, ...]:

@@ -17,6 +17,10 @@ any query, 1 where none comes before any, else 0.
 
 The functions are `triton.jit`'s, or `limelight.biases.jit`'s with `limelight.biases.tl`, which are
 the same and import Triton on first use only.
+
+A bias that makes a product of its own has `product_fragment(scores, at, own, precision)` instead,
+whose precision is for `tl.dot`. One that reads the query (`query_dim`) finds the tile's queries
+[rows, head_dim] in `at.query`, and has `add_to_query(d_query, d_scores, at, own, precision)` too.
 """
 
 from __future__ import annotations
@@ -45,7 +49,12 @@ class Bias(Term):
     #     this kind share one walk along diagonals.
     # "pair": a TableBias with `entry(q_pos, k_pos, own)`, negative where there is none; takes
     #     memory for a few matrices of scores, of all heads and one batch element.
-    gradient: ClassVar[Literal["head", "dense", "offset", "pair"] | None] = None
+    # "rows": every row of scores has its own entries, added up on the way along it. On the device
+    #     `no_rows(own, rows, keys)` starts the sums, `add_rows(sums, d_scores, at, own, precision)`
+    #     adds a tile's [rows, keys], `store_rows(sums, row, matrix, own)` writes them; own then has
+    #     gradients in the place of tensors.
+    # "vectors": a vector for each offset, times the query; see kernels/vector_gradient.py.
+    gradient: ClassVar[Literal["head", "dense", "offset", "pair", "rows", "vectors"] | None] = None
 
     def values(self, at: Tile, xp: Any) -> Any:
         """Numbers that broadcast against the tile's scores (batch, heads, rows, keys)."""
@@ -65,6 +74,19 @@ class Bias(Term):
         accumulator per tensor, of its shape; None where no gradient is wanted. In place.
         """
         raise NotImplementedError(f"{type(self).__name__} does not define fold(...)")
+
+    # A bias whose values depend on the query too defines these two, and finds it in `at.query`.
+
+    def query_dim(self) -> int | None:
+        """The head_dim that the query must have; None where the bias does not read it."""
+        return None
+
+    def fold_query(self, d_scores: Any, at: Tile, xp: Any) -> Any:
+        """What the gradient of the tile's queries, [batch, heads, rows, head_dim], gains."""
+        raise NotImplementedError(f"{type(self).__name__} does not define fold_query(...)")
+
+    def reads_query(self) -> bool:
+        return any(part.query_dim() is not None for part in self.parts() if isinstance(part, Bias))
 
     def __add__(self, other: Bias) -> Bias:
         if not isinstance(other, Bias):
@@ -90,6 +112,9 @@ class Sum(Composite, Bias):
             if any(gradient is not None for gradient in gradients[start:stop]):
                 child.fold(d_scores, at, xp, gradients[start:stop])
             start = stop
+
+    def fold_query(self, d_scores: Any, at: Tile, xp: Any) -> Any:
+        return sum(c.fold_query(d_scores, at, xp) for c in self.children if c.reads_query())
 
     def __repr__(self) -> str:
         return " + ".join(repr(child) for child in self.children)

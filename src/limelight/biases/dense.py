@@ -32,7 +32,9 @@ class DenseBias(Bias):
 
     tensor_fields: ClassVar[tuple[str, ...]] = ("tensor",)
     may_hide: ClassVar[bool] = True
-    gradient: ClassVar[Literal["head", "dense", "offset", "pair"] | None] = "dense"
+    gradient: ClassVar[Literal["head", "dense", "offset", "pair", "rows", "vectors"] | None] = (
+        "dense"
+    )
 
     def check(self, size: Size) -> None:
         check_dtype("bias DenseBias tensor", self.tensor, "float")

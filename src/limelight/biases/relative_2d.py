@@ -41,7 +41,9 @@ class RelativeBias2D(TableBias):
 
     plain_fields: ClassVar[tuple[str, ...]] = ("height", "width")
     heads_last: ClassVar[bool] = True
-    gradient: ClassVar[Literal["head", "dense", "offset", "pair"] | None] = "pair"
+    gradient: ClassVar[Literal["head", "dense", "offset", "pair", "rows", "vectors"] | None] = (
+        "pair"
+    )
 
     def __post_init__(self) -> None:
         for name in ("height", "width"):

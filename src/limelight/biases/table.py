@@ -23,7 +23,9 @@ class TableBias(Bias):
     table: Any
 
     tensor_fields: ClassVar[tuple[str, ...]] = ("table",)
-    gradient: ClassVar[Literal["head", "dense", "offset", "pair"] | None] = "offset"
+    gradient: ClassVar[Literal["head", "dense", "offset", "pair", "rows", "vectors"] | None] = (
+        "offset"
+    )
     heads_last: ClassVar[bool] = False
 
     def entry(self, offset: Any, xp: Any) -> Any:

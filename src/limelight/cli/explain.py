@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from enum import Enum
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -90,7 +91,8 @@ def explain(
         return Layout.contiguous(array.shape, dtype.value if floating else array.dtype)
 
     terms: dict[str, Any] = {}
-    for name, text, parse in (("mask", mask, parse_mask), ("bias", bias, parse_bias)):
+    bias_of = partial(parse_bias, head_dim=head_dim)
+    for name, text, parse in (("mask", mask, parse_mask), ("bias", bias, bias_of)):
         if text is not None:
             with options({}, f"--{name}"):
                 terms[name] = parse(text, size).map_tensors(layout)

@@ -34,9 +34,9 @@ def parse_mask(text: str, size: Size) -> Mask:
     return parser.whole(parser.any_of)
 
 
-def parse_bias(text: str, size: Size) -> Bias:
-    """The bias that a text names; as `parse_mask`."""
-    parser = _Parser(text, Bias, size)
+def parse_bias(text: str, size: Size, head_dim: int = 64) -> Bias:
+    """The bias that a text names; as `parse_mask`. head_dim: of the query that it may read."""
+    parser = _Parser(text, Bias, size, head_dim)
     return parser.whole(parser.sum_of)
 
 
@@ -55,11 +55,11 @@ def parse_term(text: str, size: Size) -> Mask | Bias:
 class _Parser:
     """A recursive descent over the tokens of a text; one method for each rule."""
 
-    def __init__(self, text: str, base: type[Term], size: Size) -> None:
+    def __init__(self, text: str, base: type[Term], size: Size, head_dim: int = 64) -> None:
         self.text = text
         self.kinds = {_folded(name): (name, kind) for name, kind in kinds(base).items()}
         self.base = base
-        self.size = size
+        self.size, self.head_dim = size, head_dim
         self.tokens: list[str] = []
         if len(text) > LONGEST:
             raise invalid(self.base.argument, found=f"{len(text)} characters", needed=f"{LONGEST}")
@@ -131,7 +131,7 @@ class _Parser:
             raise invalid(what, found=repr(self.next), needed=f"one of {known}")
         name, kind = self.kinds[_folded(self.next)]
         del self.tokens[0]
-        return example(kind, self.size, self.arguments(name, kind))
+        return example(kind, self.size, self.arguments(name, kind), self.head_dim)
 
     def arguments(self, name: str, kind: type[Term]) -> dict[str, Any]:
         """Plain fields with their values; fields that are tensors cannot be given."""

@@ -12,7 +12,7 @@ from limelight._jit import DeviceFunction, Fixed, ready
 from limelight.biases import Bias, Sum
 from limelight.call import Call
 from limelight.kernels.launch import ITEM_BYTES, Array, Scalar, f32, i32, i64, null
-from limelight.kernels.scores import Spread, spread
+from limelight.kernels.scores import Product, Spread, multiply, spread
 from limelight.masks import And, Mask
 from limelight.masks.base import has_states, with_states
 from limelight.terms import broadcast_strides
@@ -79,17 +79,18 @@ class Options(NamedTuple):
     gaps: bool  # a key inside a range may be hidden from every query of a tile
     scattered: bool  # the masks have states: tiles inside a range may be skipped
     precision: str  # of products of float32
+    reading: tuple[bool, ...]  # of each bias, whether it reads the query
 
 
-def terms(call: Call) -> dict[str, Any]:
-    """The inputs that say where scores lie and what is added to them."""
+def terms(call: Call, precision: str) -> dict[str, Any]:
+    """The inputs that say where scores lie and what is added to them. precision: of products."""
     starts = null("int64") if isinstance(call.query_start, int) else call.query_start
     seeds = null("int64") if call.seed is None or isinstance(call.seed, int) else call.seed
     return {
         "query_starts": starts,
         "seeds": seeds,
         "masks": device_masks(call.mask),
-        "biases": device_biases(call.bias),
+        "biases": device_biases(call.bias, precision),
     }
 
 
@@ -127,6 +128,7 @@ def numbers_and_options(call: Call, precision: str) -> dict[str, Any]:
         gaps=hides or (call.mask is not None and call.mask.has_gaps()),
         scattered=any(map(has_states, _parts(call.mask))),
         precision=precision,
+        reading=tuple(child.reads_query() for child in bias_children(call.bias)),
     )
     return {"sizes": sizes(call), "numbers": numbers, "options": options}
 
@@ -156,20 +158,20 @@ def tensor_strides(call: Call, **others: Array | None) -> TensorStrides:
 
 def dense_strides(array: Array) -> DenseStrides:
     """Of a tensor that broadcasts to the scores."""
-    return DenseStrides(*map(_stride, broadcast_strides(array)))
+    return DenseStrides(*map(stride, broadcast_strides(array)))
 
 
 def head_strides(array: Array) -> HeadStrides:
     """Of a tensor [H] or [B, H]."""
     batch = array.strides[0] if len(array.shape) == 2 else 0
-    return HeadStrides(_stride(batch), _stride(array.strides[-1]))
+    return HeadStrides(stride(batch), stride(array.strides[-1]))
 
 
 def entry_strides(array: Array, heads_last: bool) -> tuple[int, int, EntryStrides]:
     """The heads and entries of a table [heads, entries], or [entries, heads], and its strides."""
     order = (1, 0) if heads_last else (0, 1)
     heads, entries = (array.shape[axis] for axis in order)
-    return heads, entries, EntryStrides(*(_stride(array.strides[axis]) for axis in order))
+    return heads, entries, EntryStrides(*(stride(array.strides[axis]) for axis in order))
 
 
 def strides(array: Array) -> Strides:
@@ -200,13 +202,22 @@ def _parts(mask: Mask | None) -> tuple[Any, ...]:
     return tuple(child.on_device() for child in children)
 
 
-def device_biases(bias: Bias | None) -> tuple[Any, ...]:
-    return tuple(_with_fragment(child.on_device()) for child in bias_children(bias))
+def device_biases(bias: Bias | None, precision: str) -> tuple[Any, ...]:
+    return tuple(with_fragment(child.on_device(), precision) for child in bias_children(bias))
 
 
-def _with_fragment(bias: Any) -> Any:
+def with_fragment(bias: Any, precision: str) -> Any:
     ready_bias = on_device(bias)
+    if hasattr(bias, "product_fragment"):
+        return Product(multiply, ready_bias, {"ieee": 0, "tf32": 1}.get(precision, 3))
     return Spread(spread, ready_bias) if hasattr(bias, "offset_fragment") else ready_bias
+
+
+def anywhere(bias: Any) -> Any:
+    """A bias for tiles of keys that begin anywhere."""
+    if hasattr(bias, "bias") and hasattr(bias.bias, "ALIGNED"):
+        return bias._replace(bias=bias.bias._replace(ALIGNED=False))
+    return bias
 
 
 def bias_children(bias: Bias | None) -> tuple[Bias, ...]:
@@ -218,6 +229,7 @@ def bias_children(bias: Bias | None) -> tuple[Bias, ...]:
 def on_device(node: Any, name: str = "", near: bool = False) -> Any:
     """A mask or bias on the device as arguments of a kernel: functions ready, numbers typed.
 
+    Numbers named in capitals are compiled in.
     near: the offsets that strides lead to, within one matrix, fit 32 bits.
     """
     if isinstance(node, tuple):
@@ -230,9 +242,11 @@ def on_device(node: Any, name: str = "", near: bool = False) -> Any:
     if isinstance(node, Fixed):
         return int(node)
     if isinstance(node, int) and not isinstance(node, bool):
+        if name.isupper():
+            return node
         if not name.endswith("stride"):
             return i32(node)
-        return _stride(node, near and "batch" not in name and "head" not in name)
+        return stride(node, near and "batch" not in name and "head" not in name)
     return node
 
 
@@ -242,7 +256,7 @@ def _span(array: Array) -> int:
     return sum((size - 1) * abs(stride) for size, stride in pairs)
 
 
-def _stride(value: int, near: bool = False) -> Any:
+def stride(value: int, near: bool = False) -> Any:
     """0 and 1 are compiled in: a broadcast dimension, and elements side by side."""
     if value in (0, 1):
         return value

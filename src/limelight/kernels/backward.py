@@ -53,7 +53,7 @@ class KeyGradients(NamedTuple):
 
 class QuerySums(NamedTuple):
     d_query: Any  # [M, D], not yet scaled
-    slopes: Any  # of each folded bias, [M]: d_scores times the bias's slope, summed over keys
+    biases: Any  # of each bias, what its gradient is made of, summed over keys; see _no_sums
 
 
 @triton.jit
@@ -155,7 +155,9 @@ def _add_queries(
     # registers for that.
     if options.precision != "fp16x3":
         d_weights = dot(v_tile, transposed(d_out_tile, options), options)  # [N, M]
-    at = place(matrix, first_row, first_key, TILE_M, TILE_N, TRANSPOSED=True)
+    at = place(
+        matrix, q_tile, first_row, first_key, first_key - first_row, TILE_M, TILE_N, TRANSPOSED=True
+    )
     scores, saturation = scores_of(products, at, masks, biases, numbers, options, PARTIAL)
     if PARTIAL:
         scores = hide_past_end(scores, row[None, :], matrix.q_len)
@@ -177,14 +179,15 @@ def _add_queries(
 @triton.jit
 def query_gradient(
     query, key, value, query_starts, seeds, masks, biases, d_out, row_numbers, units,
-    d_query, slope_sums,
-    strides, sizes, numbers, options, folded,
+    d_query, slope_sums, d_biases,
+    strides, sizes, numbers, options, adding,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
     """d_query [B, H, M, D], which may be null. Grid: tiles of queries * H * B.
 
-    folded: of each bias, whether the gradient of its number per head is wanted; slope_sums
-    [biases, B, H, parts] float32 takes the sum of every SLOPE_ROWS rows.
+    adding: of each bias, whether its gradient is made here, and how. slope_sums [biases, B, H,
+    parts] float32 takes the sum of every SLOPE_ROWS rows of a number per head; d_biases: of each
+    bias, the same NamedTuple around its tensors' gradients, which take the rows.
     """
     tile, head, batch = program_tile(sizes, TILE_M)
     kv_head = head // sizes.group
@@ -210,7 +213,9 @@ def query_gradient(
         q_start, matrix.query_start + stop_row, masks, matrix, TILE_N, options.all_partial
     )
     seed = dropout.seed_of(seeds, numbers)
-    sums = QuerySums(tl.zeros([TILE_M, padded(HEAD_DIM)], tl.float32), _no_slopes(folded, TILE_M))
+    sums = QuerySums(
+        tl.zeros([TILE_M, padded(HEAD_DIM)], tl.float32), _no_sums(biases, adding, TILE_M, TILE_N)
+    )
     for part in tl.range(0, ranges.parts_of(walk, options)):
         full, partial = ranges.key_tiles(
             part, walk, q_start, masks, matrix, options, TILE_M, TILE_N
@@ -220,7 +225,7 @@ def query_gradient(
             k_tile, bits = ranges.next_full(full, i, bits, options)
             sums = _add_keys(
                 sums, q_tile, d_out_tile, shift, delta, row, first_row, k_tile * TILE_N, keys, walk,
-                matrix, masks, biases, seed, numbers, options, folded, HEAD_DIM, VALUE_DIM, TILE_N,
+                matrix, masks, biases, seed, numbers, options, adding, HEAD_DIM, VALUE_DIM, TILE_N,
                 PARTIAL=False,
             )  # fmt: skip
         bits = partial.bits
@@ -228,28 +233,30 @@ def query_gradient(
             k_tile, bits = ranges.next_partial(partial, walk, i, bits, options)
             sums = _add_keys(
                 sums, q_tile, d_out_tile, shift, delta, row, first_row, k_tile * TILE_N, keys, walk,
-                matrix, masks, biases, seed, numbers, options, folded, HEAD_DIM, VALUE_DIM, TILE_N,
+                matrix, masks, biases, seed, numbers, options, adding, HEAD_DIM, VALUE_DIM, TILE_N,
                 PARTIAL=True,
             )  # fmt: skip
     stop = tl.where(is_given(d_query), sizes.q_len, 0)
     d_query_head = head_of(d_query, strides.d_query, batch, head)
     d_query_tile = sums.d_query * numbers.scale
     store_rows(d_query_head, strides.d_query.row, first_row, stop, d_query_tile, HEAD_DIM, TILE_M)
-    for i in tl.static_range(len(folded)):
-        if folded[i]:
+    for i in tl.static_range(len(biases)):
+        if adding.head[i]:
             parts = tl.cdiv(sizes.q_len, SLOPE_ROWS)
             part = first_row // SLOPE_ROWS + tl.arange(0, TILE_M // SLOPE_ROWS)
             matrices = tl.num_programs(0) // tl.cdiv(sizes.q_len, TILE_M)
             this = i * matrices + batch * sizes.q_heads + head
-            sums_of_rows = tl.reshape(sums.slopes[i], [TILE_M // SLOPE_ROWS, SLOPE_ROWS])
+            sums_of_rows = tl.reshape(sums.biases[i], [TILE_M // SLOPE_ROWS, SLOPE_ROWS])
             places = slope_sums + tl.cast(this, tl.int64) * parts + part
             tl.store(places, tl.sum(sums_of_rows, 1), mask=part < parts)
+        elif adding.rows[i]:
+            d_biases[i].bias.store_rows(sums.biases[i], row, matrix, d_biases[i].bias)
 
 
 @triton.jit
 def _add_keys(
     sums, q_tile, d_out_tile, shift, delta, row, first_row, first_key, keys, walk, matrix, masks,
-    biases, seed, numbers, options, folded,
+    biases, seed, numbers, options, adding,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TILE_N: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
     """The sums after one more tile of keys."""
@@ -261,7 +268,7 @@ def _add_keys(
     )  # [N, E]
     products = dot(q_tile, transposed(k_tile, options), options)  # [M, N]
     d_weights = dot(d_out_tile, transposed(v_tile, options), options)  # [M, N]
-    at = place(matrix, first_row, first_key, row.shape[0], TILE_N)
+    at = place(matrix, q_tile, first_row, first_key, first_key - first_row, row.shape[0], TILE_N)
     scores, saturation = scores_of(products, at, masks, biases, numbers, options, PARTIAL)
     if PARTIAL:
         scores = hide_past_end(scores, at.k_pos, matrix.kv_len)
@@ -269,33 +276,47 @@ def _add_keys(
     if options.dropout:
         d_weights = dropout.apply(d_weights, seed, matrix, first_row, first_key, numbers)
     d_scores = d_scores_of(weights, d_weights, delta[:, None], PARTIAL)
-    slopes = _add_slopes(sums.slopes, d_scores, at, biases, folded)
+    bias_sums = _add_sums(sums.biases, d_scores, at, biases, options, adding)
     if PARTIAL and options.gaps:
         seen = (weights != 0) & (row < matrix.q_len)[:, None]
         k_tile = zero_unseen(k_tile, seen, options)
     d_products = d_products_of(d_scores, saturation, options)
     d_query = add_dot(d_products, k_tile, sums.d_query, options)  # [M, D]
-    return QuerySums(d_query, slopes)
+    for i in tl.static_range(len(biases)):
+        if options.reading[i]:
+            d_query = biases[i].bias.add_to_query(
+                d_query, d_scores, at, biases[i].bias, options.precision
+            )
+    return QuerySums(d_query, bias_sums)
 
 
 @triton.jit
-def _no_slopes(folded, ROWS: tl.constexpr):
+def _no_sums(biases, adding, ROWS: tl.constexpr, KEYS: tl.constexpr):
+    """The sums before the first tile: of a number per head, its slope times d_scores, [ROWS]; of
+    rows, what the bias says."""
     sums = ()
-    for i in tl.static_range(len(folded)):
-        if folded[i]:
+    for i in tl.static_range(len(biases)):
+        if adding.head[i]:
             sums = sums + (tl.zeros([ROWS], tl.float32),)
+        elif adding.rows[i]:
+            sums = sums + (biases[i].bias.no_rows(biases[i].bias, ROWS, KEYS),)
         else:
             sums = sums + (0.0,)
     return sums
 
 
 @triton.jit
-def _add_slopes(slopes, d_scores, at, biases, folded):
+def _add_sums(before, d_scores, at, biases, options, adding):
     sums = ()
-    for i in tl.static_range(len(folded)):
-        if folded[i]:
+    for i in tl.static_range(len(biases)):
+        if adding.head[i]:
             part = tl.sum(d_scores * biases[i].slope(at, biases[i]), 1)
-            sums = sums + (slopes[i] + part,)
+            sums = sums + (before[i] + part,)
+        elif adding.rows[i]:
+            own = biases[i].bias.add_rows(
+                before[i], d_scores, at, biases[i].bias, options.precision
+            )
+            sums = sums + (own,)
         else:
-            sums = sums + (slopes[i],)
+            sums = sums + (before[i],)
     return sums

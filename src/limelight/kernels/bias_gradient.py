@@ -66,9 +66,9 @@ def dense_gradient(
             numbers,
         )
         acc += _d_scores(
-            query, key, value, d_out, row_numbers, masks, biases, first_row, first_key, matrix,
-            seed, strides, sizes, numbers, options, 0.0, HEAD_DIM, VALUE_DIM, TILE_M, TILE_N,
-            PARTIAL=True, ANYWHERE=False,
+            query, key, value, d_out, row_numbers, masks, biases, first_row, first_key,
+            first_key - first_row, matrix, seed, strides, sizes, numbers, options, 0.0, HEAD_DIM,
+            VALUE_DIM, TILE_M, TILE_N, PARTIAL=True, ANYWHERE=False,
         )  # fmt: skip
     row = own_row * TILE_M + tl.arange(0, TILE_M)[:, None]
     key_place = own_key * TILE_N + tl.arange(0, TILE_N)[None, :]
@@ -214,15 +214,15 @@ def _walk(
         for tile in tl.range(walk.full_first, walk.full_last):
             acc += _d_scores(
                 query, key, value, d_out, row_numbers, masks, biases, tile * TILE_M,
-                tile * TILE_M + offset, matrix, seed, strides, sizes, numbers, options, most,
-                HEAD_DIM, VALUE_DIM, TILE_M, TILE_N, PARTIAL=False, ANYWHERE=False,
+                tile * TILE_M + offset, offset, matrix, seed, strides, sizes, numbers, options,
+                most, HEAD_DIM, VALUE_DIM, TILE_M, TILE_N, PARTIAL=False, ANYWHERE=False,
             )  # fmt: skip
         for i in tl.range(0, walk.partial_count):
             first_row = ranges.partial_tile(walk, i) * TILE_M
             acc += _d_scores(
                 query, key, value, d_out, row_numbers, masks, biases, first_row,
-                first_row + offset, matrix, seed, strides, sizes, numbers, options, most, HEAD_DIM,
-                VALUE_DIM, TILE_M, TILE_N, PARTIAL=True, ANYWHERE=True,
+                first_row + offset, offset, matrix, seed, strides, sizes, numbers, options, most,
+                HEAD_DIM, VALUE_DIM, TILE_M, TILE_N, PARTIAL=True, ANYWHERE=True,
             )  # fmt: skip
     return acc
 
@@ -352,8 +352,8 @@ def _store_entries(acc, first_entry, head, gradient, strides, entries):
 
 @triton.jit
 def _d_scores(
-    query, key, value, d_out, row_numbers, masks, biases, first_row, first_key, matrix,
-    seed, strides, sizes, numbers, options, more,
+    query, key, value, d_out, row_numbers, masks, biases, first_row, first_key, offset,
+    matrix, seed, strides, sizes, numbers, options, more,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
     PARTIAL: tl.constexpr, ANYWHERE: tl.constexpr,
 ):  # fmt: skip
@@ -383,7 +383,7 @@ def _d_scores(
     products = dot(q_tile, transposed(k_tile, options), options)  # [M, N]
     d_weights = dot(d_out_tile, transposed(v_tile, options), options)  # [M, N]
     key = first_key + tl.arange(0, TILE_N)
-    at = place(matrix, first_row, first_key, TILE_M, TILE_N, ANYWHERE=ANYWHERE)
+    at = place(matrix, q_tile, first_row, first_key, offset, TILE_M, TILE_N, ANYWHERE=ANYWHERE)
     scores, _ = scores_of(products, at, masks, biases, numbers, options, PARTIAL)
     if PARTIAL:
         inside = ((key >= 0) & (key < matrix.kv_len))[None, :] & (row < matrix.q_len)[:, None]

@@ -139,9 +139,19 @@ _OFFSETS = {
 MANY_PROGRAMS = 512
 KEY_RANGES = Config(1, 1, 1, 1)
 FOLD = Config(16, 128, 1, 1)
+# Every kernel where a bias reads the query. A tile has as many rows as keys.
+_READING = {
+    (60, 2): {64: Config(16, 16, 8, 1), 128: Config(16, 16, 8, 1), 256: TINY},
+    (60, 4): {64: Config(16, 16, 8, 1), 128: Config(16, 16, 8, 1), 256: TINY},
+    (80, 2): {64: Config(32, 32, 4, 2), 128: Config(32, 32, 4, 1), 256: Config(16, 16, 4, 1)},
+    (80, 4): {64: Config(16, 16, 4, 1), 128: Config(16, 16, 4, 1), 256: TINY},
+    (90, 2): {64: Config(64, 64, 4, 2), 128: Config(64, 64, 8, 2), 256: Config(32, 32, 8, 1)},
+    (90, 4): {64: Config(32, 32, 4, 1), 128: Config(32, 32, 8, 1), 256: TINY},
+}
 ROW_NUMBERS = Config(64, 1, 4, 1)
 WIDE_ROW_NUMBERS = Config(64, 1, 8, 1)  # rows over half a kilobyte
 PARTIAL_SUMS = Config(1, 128, 1, 1)
+FOLD_BANDS = Config(32, 1, 1, 1)
 
 
 def item(dtype: str) -> int:
@@ -190,6 +200,14 @@ def dense_gradient(capability: int, item_bytes: int, dim: int) -> Config:
 
 def offset_gradient(capability: int, item_bytes: int, dim: int) -> Config:
     return _find(_OFFSETS, capability, item_bytes, dim)
+
+
+def band_gradients(capability: int, item_bytes: int, dim: int) -> Config:
+    return _find(_READING, capability, item_bytes, dim)
+
+
+def reading(capability: int, item_bytes: int, dim: int) -> Config:
+    return _find(_READING, capability, item_bytes, dim)
 
 
 _Table = dict[tuple[int, int], dict[int, Config]]

@@ -112,7 +112,7 @@ def _attend(
         keys.key, first_key, walk.low, walk.high, HEAD_DIM, TILE_N, PARTIAL, options
     )  # [N, D]
     products = dot(q_tile, transposed(k_tile, options), options)  # [M, N]
-    at = place(matrix, first_row, first_key, row.shape[0], TILE_N)
+    at = place(matrix, q_tile, first_row, first_key, first_key - first_row, row.shape[0], TILE_N)
     scores, _ = scores_of(products, at, masks, biases, numbers, options, PARTIAL)
     if PARTIAL:
         scores = hide_past_end(scores, at.k_pos, matrix.kv_len)

@@ -7,6 +7,8 @@ memory, which the caller allocates.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from itertools import islice
 from typing import Any, NamedTuple
 
 from limelight.call import Call, Gradients
@@ -26,6 +28,7 @@ from limelight.kernels.launch import ITEM_BYTES, Array, Launch, Shape, i32, null
 from limelight.kernels.partial_sums import add_partial_sums
 from limelight.kernels.row_numbers import ROW_NUMBERS, row_numbers
 from limelight.kernels.variants import Variant
+from limelight.kernels.vector_gradient import band_gradients, fold_bands
 
 
 def forward_scratch(call: Call, capability: int, allow_tf32: bool = False) -> dict[str, Shape]:
@@ -53,13 +56,13 @@ def forward(
     size = call.size
     launches = variants.splitting(call, None, memory)
     for variant in variants.of(call, None, memory, capability, allow_tf32):
-        cut = config or configs.forward(capability, variant.item, _dim(call))
+        cut = config or _config(call, configs.forward, capability, variant)
         arguments = {
             "query": variant.query,
             "key": variant.key,
             "value": variant.value,
             "sinks": _sinks(call),
-            **args.terms(call),
+            **args.terms(call, variant.precision),
             "units": variant.units,
             "out": out,
             "lse": lse or null("float32"),
@@ -82,10 +85,10 @@ def scratch(
     if wanted.sinks:
         rows = configs.row_numbers(capability, configs.item(call.query.dtype), _dim(call)).rows
         needed["sink_sums"] = Shape((batch, heads, _tiles(q_len, rows)), "float32")
-    folded = _folded(call, wanted)
-    if any(folded):
+    adding = _adding(call, wanted)
+    if any(adding.head):
         parts = _tiles(q_len, SLOPE_ROWS.value)
-        needed["slope_sums"] = Shape((len(folded), batch, heads, parts), "float32")
+        needed["slope_sums"] = Shape((len(adding.head), batch, heads, parts), "float32")
     if variants.are_halves(call, capability, allow_tf32):
         needed |= variants.scratch(call, with_d_out=True)
     kinds, item = _kinds(call, wanted), ITEM_BYTES[call.query.dtype]
@@ -96,8 +99,15 @@ def scratch(
         needed["windows"] = Shape(shape, "float32")
         needed["key_ranges"] = Shape((batch, _tiles(q_len, config.rows), 4), "int32")
     if "pair" in kinds:
-        parts = _pair_parts(call, configs.dense_gradient(capability, item, _dim(call)))
+        parts = _pair_parts(call, _dense_config(call, capability, item))
         needed["pair_sums"] = Shape((parts.count.value, heads, q_len, kv_len), "float32")
+    if "vectors" in kinds:
+        config = configs.band_gradients(capability, item, _dim(call))
+        along = _diagonals(call, config)
+        rows = (along.parts.value, heads, along.count.value, 2 * config.keys + 2)
+        # Biases take turns in the same memory.
+        needed["bands"] = Shape((*rows, call.query.shape[3]), "float32")
+        needed["numbers_bands"] = Shape((*rows, 1), "float32")
     return needed
 
 
@@ -125,7 +135,7 @@ def backward(
         "d_value": gradients.value,
     }
     sums = memory.get("slope_sums", null("float32"))
-    folded = _folded(call, gradients)
+    adding = _adding(call, gradients)
     config = configs.row_numbers(capability, configs.item(call.query.dtype), _dim(call))
     launches = _row_numbers(call, out, lse, d_out, d_lse, gradients, memory, config)
     launches += variants.splitting(call, d_out, memory)
@@ -135,18 +145,25 @@ def backward(
         shared = {**_shared(call, variant, memory), "units": variant.units}
         scalars = _scalars(call, variant, written)
         if gradients.key is not None or gradients.value is not None:
-            config = configs.key_gradients(capability, variant.item, _dim(call))
+            config = _config(call, configs.key_gradients, capability, variant)
             launches += _key_gradients(call, gradients, shared, scalars, config)
-        if gradients.query is not None or any(folded):
-            config = configs.query_gradient(capability, variant.item, _dim(call), offsets)
-            launches += _query_gradient(call, gradients, sums, folded, shared, scalars, config)
-    launches += _slopes(call, gradients, sums, folded)
+        if gradients.query is not None or any(adding.head + adding.rows):
+            config = _config(
+                call, lambda a, b, c: configs.query_gradient(a, b, c, offsets), capability, variant
+            )
+            if any(adding.rows):  # their sums need registers
+                config = replace(config, max_registers=None)
+            launches += _query_gradient(call, gradients, sums, adding, shared, scalars, config)
+    launches += _slopes(call, gradients, sums, adding)
     plain = found[-1]
     shared, scalars = _shared(call, plain, memory), _scalars(call, plain, written)
-    dense = configs.dense_gradient(capability, plain.item, _dim(call))
+    dense = _config(call, configs.dense_gradient, capability, plain)
     for child, gradient in _parameters(call, gradients):
         if gradient is not None and child.gradient == "dense":
             launches += _dense_gradient(call, gradient, shared, scalars, dense)
+        elif gradient is not None and child.gradient == "vectors":
+            config = configs.band_gradients(capability, plain.item, _dim(call))
+            launches += _vector_gradients(call, child, gradient, memory, shared, scalars, config)
     kinds = _kinds(call, gradients)
     if "offset" in kinds:
         config = configs.offset_gradient(capability, plain.item, _dim(call))
@@ -162,7 +179,7 @@ def _shared(call: Call, variant: Variant, memory: dict[str, Array]) -> dict[str,
         "query": variant.query,
         "key": variant.key,
         "value": variant.value,
-        **args.terms(call),
+        **args.terms(call, variant.precision),
         "d_out": variant.d_out,
         "row_numbers": memory["row_numbers"],
     }
@@ -228,7 +245,7 @@ def _query_gradient(
     call: Call,
     gradients: Gradients,
     slope_sums: Array,
-    folded: tuple[bool, ...],
+    adding: Adding,
     shared: dict[str, Any],
     scalars: dict[str, Any],
     config: Config,
@@ -238,19 +255,18 @@ def _query_gradient(
         **shared,
         "d_query": gradients.query or null(call.query.dtype),
         "slope_sums": slope_sums,
+        "d_biases": _row_gradients(call, gradients),
         **scalars,
-        "folded": folded,
+        "adding": adding,
     }
     grid = _tiles(size.q_len, config.rows) * size.q_heads * size.batch
     return _launches(query_gradient, grid, arguments, _dims(call), config)
 
 
-def _slopes(
-    call: Call, gradients: Gradients, sums: Array, folded: tuple[bool, ...]
-) -> list[Launch]:
+def _slopes(call: Call, gradients: Gradients, sums: Array, adding: Adding) -> list[Launch]:
     launches = []
     for n, (_, gradient) in enumerate(_parameters(call, gradients)):
-        if folded[n]:
+        if adding.head[n]:
             _, batch, heads, tiles = sums.shape
             part = sums.address + n * batch * heads * tiles * ITEM_BYTES["float32"]
             own = Array(part, sums.shape[1:], sums.strides[1:], "float32")
@@ -390,7 +406,9 @@ def _offset_gradients(
     arguments = {
         **shared,
         "constant": tuple(bias for child, bias in biases if child.gradient == "offset"),
-        "varying": tuple(bias for child, bias in biases if child.gradient != "offset"),
+        "varying": tuple(
+            args.anywhere(bias) for child, bias in biases if child.gradient != "offset"
+        ),
         "seen": memory["key_ranges"],
         "windows": memory["windows"],
         **scalars,
@@ -466,17 +484,94 @@ def _kinds(call: Call, wanted: Gradients) -> set[str]:
     return {child.gradient for child, gradient in _parameters(call, wanted) if gradient}
 
 
-def _folded(call: Call, gradients: Gradients) -> tuple[bool, ...]:
-    """Of each bias, whether its gradient is added up while dQ is made."""
+class VectorStrides(NamedTuple):
+    head: Any
+    entry: Any
+    dim: Any
+
+
+def _vector_gradients(
+    call: Call,
+    child: Any,
+    gradient: Any,
+    memory: dict[str, Array],
+    shared: dict[str, Any],
+    scalars: dict[str, Any],
+    config: Config,
+) -> list[Launch]:
+    along = _diagonals(call, config)
+    bias = (args.on_device(child.on_device()),)
+    arguments = {
+        **shared,
+        "bias": bias,
+        "bands": memory["bands"],
+        "numbers_bands": memory["numbers_bands"],
+        **scalars,
+        "diagonals": along,
+    }
+    grid = along.parts.value * call.size.q_heads * along.count.value
+    launches = _launches(band_gradients, grid, arguments, _dims(call), config)
+    vectors, numbers = (*gradient, None)[:2] if isinstance(gradient, tuple) else (gradient, None)
+    for total, bands in ((vectors, memory["bands"]), (numbers, memory["numbers_bands"])):
+        if total is None:
+            continue
+        dim = bands.shape[4]
+        heads = total.shape[0] if len(total.shape) == (3 if total is vectors else 2) else 1
+        strides = total.strides if total is vectors else (*total.strides, 1)
+        strides = (*([0] * (3 - len(strides))), *strides)
+        arguments = {
+            "bands": bands,
+            "query_starts": shared["query_starts"],
+            "bias": bias,
+            "gradient": total,
+            "strides": VectorStrides(*map(args.stride, strides)),
+            "sizes": scalars["sizes"],
+            "numbers": scalars["numbers"],
+            "diagonals": along,
+            "shared": i32(call.size.q_heads // heads),
+        }
+        constants = {"DIM": dim, "TILE_N": config.keys, "BLOCK": configs.FOLD_BANDS.rows}
+        grid = heads * bias[0].entries.value
+        launches += _launch(fold_bands, grid, arguments, constants, configs.FOLD_BANDS)
+    return launches
+
+
+class Adding(NamedTuple):
+    """Of each bias, whether its gradient is added up while dQ is made: its kind."""
+
+    head: tuple[bool, ...]
+    rows: tuple[bool, ...]
+
+
+def _adding(call: Call, gradients: Gradients) -> Adding:
+    wanted = [
+        child.gradient if gradient else "" for child, gradient in _parameters(call, gradients)
+    ]
+    return Adding(*(tuple(kind == field for kind in wanted) for field in Adding._fields))
+
+
+def _row_gradients(call: Call, gradients: Gradients) -> tuple[Any, ...]:
+    """Of each bias of rows that wants a gradient, the same around its gradients."""
+
+    def around(child: Any, wanted: Any) -> Any:
+        pairs = zip(child.tensors(), wanted, strict=True)
+        own = [replace(tensor, address=0) if given is None else given for tensor, given in pairs]
+        return args.with_fragment(child.with_tensors(iter(own)).on_device(), "")
+
     return tuple(
-        bool(gradient) and child.gradient == "head"
+        around(child, gradient) if gradient and child.gradient == "rows" else ()
         for child, gradient in _parameters(call, gradients)
     )
 
 
 def _parameters(call: Call, gradients: Gradients) -> list[tuple[Any, Any]]:
-    """The biases, each with the entry of its one tensor."""
-    return list(zip(args.bias_children(call.bias), gradients.bias, strict=True))
+    """The biases, each with the entry of its tensor; of several, a tuple, None where all are."""
+    entries = iter(gradients.bias)
+    found = []
+    for child in args.bias_children(call.bias):
+        own = tuple(islice(entries, len(child.tensors())))
+        found.append((child, own[0] if len(own) == 1 else own if any(own) else None))
+    return found
 
 
 def _sinks(call: Call) -> Array:
@@ -485,6 +580,17 @@ def _sinks(call: Call) -> Array:
 
 def _dim(call: Call) -> int:
     return max(call.query.shape[3], call.value.shape[3])
+
+
+def _config(call: Call, table: Any, capability: int, variant: Variant) -> Config:
+    """table: one of those of `configs`."""
+    reading = call.bias is not None and call.bias.reads_query()
+    return (configs.reading if reading else table)(capability, variant.item, _dim(call))
+
+
+def _dense_config(call: Call, capability: int, item: int) -> Config:
+    reading = call.bias is not None and call.bias.reads_query()
+    return (configs.reading if reading else configs.dense_gradient)(capability, item, _dim(call))
 
 
 def _dims(call: Call) -> dict[str, int]:

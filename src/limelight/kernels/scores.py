@@ -20,6 +20,7 @@ class Matrix(NamedTuple):
     kv_len: Any
     query_start: Any
     unit: Any
+    scale: Any
 
 
 class At(NamedTuple):
@@ -30,12 +31,14 @@ class At(NamedTuple):
     offset: k_pos - q_pos of the tile's first query and key.
     side: -1 where no key comes after any query, 1 where none comes before any, else 0.
     unit: what a bias of 1 is in the scores at hand, which may not have been scaled yet.
+    query [M, D] and scale: for a bias that reads the query.
     """
 
     q_pos: Any
     k_pos: Any
     q_near: Any
     k_near: Any
+    first_key: Any
     offset: Any
     side: Any
     batch: Any
@@ -44,6 +47,8 @@ class At(NamedTuple):
     kv_len: Any
     query_start: Any
     unit: Any
+    query: Any
+    scale: Any
 
 
 @triton.jit
@@ -52,29 +57,32 @@ def matrix_of(batch, head, query_starts, sizes, numbers):
     query_start = load_or(query_starts, batch, numbers.query_start).to(tl.int32)
     # Casts, as the interpreter loops over Python's numbers.
     batch, head = tl.cast(batch, tl.int32), tl.cast(head, tl.int32)
-    return Matrix(batch, head, sizes.q_len, sizes.kv_len, query_start, numbers.unit)
+    return Matrix(batch, head, sizes.q_len, sizes.kv_len, query_start, numbers.unit, numbers.scale)
 
 
 @triton.jit
 def place(
-    matrix, first_row, first_key,
+    matrix, q_tile, first_row, first_key, offset,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TRANSPOSED: tl.constexpr = False,
     ANYWHERE: tl.constexpr = False,
 ):  # fmt: skip
     """The At of a tile of scores [M, N], or [N, M] where TRANSPOSED.
 
-    ANYWHERE: whether it may begin before the first key, where nothing may be read.
+    offset: first_key - first_row, in the words of a loop that knows it does not change. ANYWHERE:
+    whether it may begin before the first key, where nothing may be read.
     """
     if TRANSPOSED:
         rows, keys = tl.arange(0, TILE_M)[None, :], tl.arange(0, TILE_N)[:, None]
     else:
         rows, keys = tl.arange(0, TILE_M)[:, None], tl.arange(0, TILE_N)[None, :]
-    return place_offsets(matrix, first_row, first_key, rows, keys, TILE_M, TILE_N, ANYWHERE)
+    return place_offsets(
+        matrix, q_tile, first_row, first_key, offset, rows, keys, TILE_M, TILE_N, ANYWHERE
+    )
 
 
 @triton.jit
 def place_offsets(
-    matrix, first_row, first_key, rows, keys,
+    matrix, q_tile, first_row, first_key, offset, rows, keys,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, ANYWHERE: tl.constexpr = False,
 ):  # fmt: skip
     """The same. rows, keys: counted from the tile's first ones, broadcast against it."""
@@ -87,7 +95,8 @@ def place_offsets(
         k_pos,
         (q_start - first_key).to(tl.float32) + rows.to(tl.float32),
         keys.to(tl.float32),
-        first_key - q_start,
+        first_key,
+        offset - matrix.query_start,
         tl.where(
             q_start >= first_key + TILE_N - 1, -1, tl.where(q_start + TILE_M <= first_key + 1, 1, 0)
         ),
@@ -97,6 +106,8 @@ def place_offsets(
         matrix.kv_len,
         matrix.query_start,
         matrix.unit,
+        q_tile,
+        matrix.scale,
     )
 
 
@@ -133,6 +144,25 @@ def scores_of(products, at, masks, biases, numbers, options, PARTIAL: tl.constex
         for i in tl.static_range(len(masks)):
             scores = masks[i].fragment(scores, at, masks[i])
     return scores, saturation
+
+
+class Product(NamedTuple):
+    """A bias that makes a product of its own, as one that has a fragment."""
+
+    fragment: Any  # `multiply`
+    bias: Any
+    TF32: int  # products of TF32 that make one of float32; 0 where float32 has its own
+
+
+@triton.jit
+def multiply(scores, at, own):
+    if own.TF32 == 0:
+        scores = own.bias.product_fragment(scores, at, own.bias, "ieee")
+    elif own.TF32 == 1:
+        scores = own.bias.product_fragment(scores, at, own.bias, "tf32")
+    else:
+        scores = own.bias.product_fragment(scores, at, own.bias, "tf32x3")
+    return scores
 
 
 class Spread(NamedTuple):

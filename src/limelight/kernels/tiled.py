@@ -12,7 +12,7 @@ share keys are stacked; masks and biases see the same memory as [b, h, M, N].
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import array_api_compat.torch as xp
 import torch
@@ -194,6 +194,10 @@ def _backward_rows(
     shift, delta = chunk.grouped(state.shift), chunk.grouped(state.delta)
     row_sum = None if state.row_sum is None else chunk.grouped(state.row_sum)
     d_query = torch.zeros_like(query)
+    # What the bias's own look at the queries adds to their gradient, [b, h, M, D].
+    d_read = None
+    if call.bias is not None and call.bias.reads_query():
+        d_read = torch.zeros_like(chunk.ungrouped(query))
     for tile in chunk.score_tiles(query, rows, slopes=True):
         keys = tile.at.keys
         probs = tile.scores.sub_(shift).exp_()
@@ -207,13 +211,19 @@ def _backward_rows(
             d_probs.masked_fill_(dropped, 0.0)
         d_values[:, keys].baddbmm_(survived.mT, d_rows)
         d_scores = d_probs.sub_(delta).mul_(probs)
-        if call.bias is not None and any(gradient is not None for gradient in d_bias):
-            call.bias.fold(chunk.ungrouped(d_scores), tile.at, xp, d_bias)
+        if call.bias is not None:
+            at = tile.at
+            if d_read is not None:
+                at = replace(at, query=at.query.masked_fill(state.nothing, 0.0))
+                d_read += call.bias.fold_query(chunk.ungrouped(d_scores), at, xp)
+            if any(gradient is not None for gradient in d_bias):
+                call.bias.fold(chunk.ungrouped(d_scores), at, xp, d_bias)
         if tile.slope is not None:
             d_scores.mul_(tile.slope)
         d_keys[:, keys].baddbmm_(d_scores.mT, query)
         d_query.baddbmm_(d_scores, tile.key)
-    return chunk.ungrouped(d_query.mul_(call.scale))
+    d_query = chunk.ungrouped(d_query.mul_(call.scale))
+    return d_query if d_read is None else d_query.add_(d_read)
 
 
 def compute_dtype(query: Tensor) -> torch.dtype:

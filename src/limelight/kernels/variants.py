@@ -58,6 +58,9 @@ def of(
 
 
 def are_halves(call: Call, capability: int, allow_tf32: bool) -> bool:
+    # Biases multiply whole numbers only.
+    if any(hasattr(each.on_device(), "product_fragment") for each in args.bias_children(call.bias)):
+        return False
     dim = max(call.query.shape[3], call.value.shape[3])
     lengths = (call.size.q_len, call.size.kv_len)
     return configs.in_halves(call.query.dtype, capability, dim, lengths, allow_tf32)

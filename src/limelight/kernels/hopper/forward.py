@@ -374,7 +374,15 @@ def _weigh(state, products, item, i, values, n, task, ME: gl.constexpr, PARTIAL:
     first_row = item.first_row + ME * task.cut.own_rows
     first_key = _first_key(item, i, task)
     at = place_offsets(
-        item.matrix, first_row, first_key, rows, columns, task.cut.own_rows, task.cut.keys
+        item.matrix,
+        0,
+        first_row,
+        first_key,
+        first_key - first_row,
+        rows,
+        columns,
+        task.cut.own_rows,
+        task.cut.keys,
     )
     scores, _ = scores_of(
         products, at, task.masks, task.biases, task.numbers, task.options, PARTIAL

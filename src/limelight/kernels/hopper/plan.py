@@ -68,7 +68,7 @@ def forward(
     tiles = -(-size.q_len // config.rows)
     items = tiles * size.q_heads * size.batch
     beside = tiles if call.mask is None else min(tiles, _BESIDE)
-    terms = args.terms(call)
+    terms = args.terms(call, "")
     terms.pop("seeds")
     task = Task(
         sinks=null(call.query.dtype) if call.sinks is None else call.sinks,

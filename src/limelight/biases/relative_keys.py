@@ -1,0 +1,427 @@
+"""Relative keys: the query's product with a vector for the key's offset.
+
+`ShawRelative` (Shaw et al., arXiv:1803.02155, equation 5) has one table for all heads;
+`TransformerXLBias` (Dai et al., arXiv:1901.02860, section 3.3) a table for each head. In pictures
+the query is all ones:
+
+>>> import numpy
+>>> from limelight.picture import matrix
+>>> print(matrix(ShawRelative(numpy.array([[-1.0], [0.0], [1.0]])), 4, 4))
+ 0.0  1.0  1.0  1.0
+-1.0  0.0  1.0  1.0
+-1.0 -1.0  0.0  1.0
+-1.0 -1.0 -1.0  0.0
+>>> keys, scores = numpy.array([[[3.0], [2.0], [1.0]]]), numpy.array([[0.0, 0.5, 0.0]])
+>>> print(matrix(TransformerXLBias(keys, scores, first=-2), 4, 4))
+1.0 1.0 1.0 1.0
+2.5 1.0 1.0 1.0
+3.0 2.5 1.0 1.0
+3.0 3.0 2.5 1.0
+
+A tile of scores lies on a band of offsets. Its queries' products with the band's vectors, one
+[rows, rows + keys], hold every value that the tile needs, each row shifted by one from the row
+above: the relative shift, without a matrix of the whole.
+"""
+
+# pyright: reportInvalidTypeForm=false
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+
+from limelight._jit import jit, tl
+from limelight.biases.base import Bias
+from limelight.errors import invalid, invalid_type, is_integer
+from limelight.terms import check_dtype
+from limelight.tile import Size, Tile
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class _Band(NamedTuple):
+    """The vectors of a tile's offsets, w = j - i + rows - 1 counted from the tile's corner.
+
+    keys [B or 1, H or 1, W, D], scores [B or 1, H or 1, 1, W] or None; W is rows + keys. first
+    [B or 1]: the place in the table of w = 0, which may lie outside.
+    """
+
+    keys: Any
+    scores: Any
+    first: Any
+
+
+class _RelativeKeys(Bias):
+    """What both have in common. The first tensor field is the table, [n, D] or [H or 1, n, D]."""
+
+    first: int | None
+
+    gradient: ClassVar[Literal["head", "dense", "offset", "pair", "rows", "vectors"] | None] = (
+        "vectors"
+    )
+
+    def _table(self) -> Any:
+        return getattr(self, self.tensor_fields[0])
+
+    def _scores(self) -> Any:
+        """[H or 1, n], added to the products before the scale; or None."""
+        return None
+
+    def _first(self) -> int:
+        """The offset of the table's first entry."""
+        return -(self._table().shape[-2] // 2) if self.first is None else self.first
+
+    def __post_init__(self) -> None:
+        if self.first is not None and not is_integer(self.first):
+            name = f"{type(self).__name__} first"
+            raise invalid_type(name, found=repr(self.first), needed="an integer or None")
+
+    def query_dim(self) -> int:
+        return self._table().shape[-1]
+
+    def _check_table(self, dimensions: int, needed: str) -> None:
+        name = f"bias {type(self).__name__} {self.tensor_fields[0]}"
+        check_dtype(name, self._table(), "float")
+        shape = tuple(self._table().shape)
+        if len(shape) != dimensions or shape[-2] < 1:
+            raise invalid(name, found=f"shape {shape}", needed=needed)
+        if self.first is None and shape[-2] % 2 == 0:
+            raise invalid(
+                name,
+                found=f"{shape[-2]} offsets and no `first`",
+                needed="an odd number, of which the middle one is offset 0, or the offset `first`",
+            )
+
+    def values(self, at: Tile, xp: Any) -> Any:
+        rows, keys = at.row.shape[2], at.k_pos.shape[3]
+        if 0 in (rows, keys):
+            return xp.zeros((1, 1, rows, keys), dtype=at.dtype, device=at.k_pos.device)
+        band = self._band(at, xp)
+        products = xp.matmul(at.query, xp.matrix_transpose(band.keys))  # [B, H, M, W]
+        if band.scores is not None:
+            products = products + band.scores
+        return _shifted(products, keys, xp) * at.scale
+
+    def fold(self, d_scores: Any, at: Tile, xp: Any, gradients: list[Any]) -> None:
+        if 0 in d_scores.shape:
+            return
+        d_products = _unshifted(d_scores, xp) * at.scale
+        first = self._band(at, xp).first
+        d_table, *d_position_scores = gradients
+        if d_table is not None:
+            by_head = d_table if len(d_table.shape) == 3 else d_table[None]
+            part = xp.matmul(xp.matrix_transpose(d_products), at.query)  # [B, H, W, D]
+            _add_band(_of_heads(by_head, at), part, first, xp)
+        for gradient in d_position_scores:
+            if gradient is not None:
+                part = xp.sum(d_products, axis=2)  # [B, H, W]
+                _add_band(_of_heads(gradient, at), part, first, xp)
+
+    def fold_query(self, d_scores: Any, at: Tile, xp: Any) -> Any:
+        if 0 in d_scores.shape:
+            return xp.zeros_like(at.query)
+        d_products = _unshifted(d_scores, xp) * at.scale
+        return xp.matmul(d_products, self._band(at, xp).keys)
+
+    def on_device(self) -> NamedTuple:
+        table, scores, dim = self._table(), self._scores(), self.query_dim()
+        return _OnDevice(
+            _fragment,
+            _add_to_query,
+            _turned,
+            _places,
+            table,
+            _head_stride(table, 3),
+            table.strides[-2],
+            table.strides[-1],
+            table if scores is None else scores,
+            0 if scores is None else _head_stride(scores, 2),
+            0 if scores is None else scores.strides[-1],
+            table.shape[-2],
+            self._first(),
+            dim,
+            max(16, 1 << (dim - 1).bit_length()),
+            scores is not None,
+        )
+
+    def _band(self, at: Tile, xp: Any) -> _Band:
+        rows, keys = at.row.shape[2], at.k_pos.shape[3]
+        table, scores = self._table(), self._scores()
+        table = table if len(table.shape) == 3 else table[None]
+        start = (at.q_pos - at.row)[:, 0, 0, 0]  # [B or 1], the position of query 0
+        first = at.keys.start - (at.rows.stop - 1) - start - self._first()
+        place = first[:, None] + xp.arange(rows + keys, device=at.k_pos.device)  # [B or 1, W]
+        place = xp.clip(place, 0, table.shape[1] - 1)
+
+        def taken(entries: Any) -> Any:
+            """[B or 1, H or 1, W, ...] of [H or 1, n, ...]"""
+            entries = xp.astype(_of_heads(entries, at), at.dtype)
+            found = xp.take(entries, xp.reshape(place, (-1,)), axis=1)
+            found = xp.reshape(found, (entries.shape[0], *place.shape, *entries.shape[2:]))
+            return xp.moveaxis(found, 0, 1)
+
+        band_scores = None if scores is None else taken(scores)[:, :, None]
+        return _Band(taken(table), band_scores, first)
+
+
+@dataclass(frozen=True)
+class ShawRelative(_RelativeKeys):
+    """Adds `scale * q_i · key_table[clip(j - p - first, 0, n - 1)]`, query i at position p, key j.
+
+    key_table: [n, head_dim], floating point, differentiable, shared by the heads. first: the offset
+    j - p of its first entry; by default -(n - 1) / 2, with n odd. Offsets beyond the table take its
+    nearest entry.
+    """
+
+    key_table: Any
+    first: int | None = None
+
+    tensor_fields: ClassVar[tuple[str, ...]] = ("key_table",)
+    plain_fields: ClassVar[tuple[str, ...]] = ("first",)
+
+    def check(self, size: Size) -> None:
+        self._check_table(2, "(offsets, head_dim), at least one offset")
+
+
+@dataclass(frozen=True)
+class TransformerXLBias(_RelativeKeys):
+    """Adds `scale * (q_i · position_keys[h, o] + position_scores[h, o])`.
+
+    o = clip(j - p - first, 0, n - 1) for the query at position p and key j: offsets ascend, and
+    those beyond the table take its nearest entry. position_keys: [q_heads or 1, n, head_dim], the
+    paper's projected encodings of positions. position_scores: [q_heads or 1, n], their products
+    with a bias for the whole head, or None. Both floating point, differentiable. first: the offset
+    of the first entry; by default -(n - 1) / 2, with n odd. n = q_len + kv_len - 1 entries from
+    first = -(q_len - 1) on cover every offset of queries that start at 0; n = kv_len entries from
+    first = 1 - kv_len on cover what a causal mask shows.
+
+    `of` makes it from the paper's two biases.
+    """
+
+    position_keys: Any
+    position_scores: Any = None
+    first: int | None = None
+
+    tensor_fields: ClassVar[tuple[str, ...]] = ("position_keys", "position_scores")
+    plain_fields: ClassVar[tuple[str, ...]] = ("first",)
+
+    @classmethod
+    def of(
+        cls,
+        query: Any,
+        position_keys: Any,
+        content_bias: Any,
+        position_bias: Any,
+        first: int | None = None,
+    ) -> tuple[Any, Self]:
+        """The query and the bias of the paper's score `(q + u)·k + (q + v)·r`.
+
+        content_bias, position_bias: [q_heads, head_dim], the paper's u and v. With q' = q + u that
+        is `q'·k + q'·r + (v - u)·r`: the first is a plain attention of q', the last a number for
+        each head and offset. All gradients reach the arguments.
+
+        >>> import torch, limelight
+        >>> q, k, v = torch.randn(3, 1, 2, 5, 8)
+        >>> r, content, position = torch.randn(2, 9, 8), torch.randn(2, 8), torch.randn(2, 8)
+        >>> query, bias = TransformerXLBias.of(q, r, content, position)
+        >>> limelight.attention(query, k, v, bias=bias).shape
+        torch.Size([1, 2, 5, 8])
+        """
+        scores = (position_keys @ (position_bias - content_bias)[:, :, None])[:, :, 0]
+        return query + content_bias[:, None, :], cls(position_keys, scores, first)
+
+    def check(self, size: Size) -> None:
+        self._check_table(3, f"({size.q_heads} or 1, offsets, head_dim), at least one offset")
+        for name, dimensions in zip(self.tensor_fields, (3, 2), strict=True):
+            tensor = getattr(self, name)
+            if tensor is None:
+                continue
+            check_dtype(f"bias TransformerXLBias {name}", tensor, "float")
+            shape = tuple(tensor.shape)
+            offsets = self.position_keys.shape[1]
+            if len(shape) != dimensions or shape[0] not in (1, size.q_heads) or shape[1] != offsets:
+                raise invalid(
+                    f"bias TransformerXLBias {name}",
+                    found=f"shape {shape}",
+                    needed=f"({size.q_heads} query heads or 1, {offsets} offsets"
+                    f"{', head_dim' if dimensions == 3 else ''})",
+                )
+
+    def _scores(self) -> Any:
+        return self.position_scores
+
+
+def _head_stride(tensor: Any, dimensions: int) -> int:
+    """0 where the heads share an entry."""
+    has_heads = len(tensor.shape) == dimensions and tensor.shape[0] > 1
+    return tensor.strides[0] if has_heads else 0
+
+
+def _of_heads(entries: Any, at: Tile) -> Any:
+    return entries if entries.shape[0] == 1 else entries[at.heads]
+
+
+def _shifted(products: Any, keys: int, xp: Any) -> Any:
+    """[..., M, N] from [..., M, M + N]: element (i, j) stood at j - i + M - 1 of its row."""
+    *lead, rows, width = products.shape
+    # In memory, one element less than a row further on from each row to the next.
+    flat = xp.reshape(products, (*lead, rows * width))
+    flat = flat[..., rows - 1 : rows - 1 + rows * (width - 1)]
+    return xp.reshape(flat, (*lead, rows, width - 1))[..., :keys]
+
+
+def _unshifted(d_scores: Any, xp: Any) -> Any:
+    """The other way: [..., M, M + N] from [..., M, N], zero elsewhere."""
+    *lead, rows, keys = d_scores.shape
+
+    def zeros(*shape: int) -> Any:
+        return xp.zeros((*lead, *shape), dtype=d_scores.dtype, device=d_scores.device)
+
+    wide = xp.concat([d_scores, zeros(rows, rows - 1)], axis=-1)
+    flat = xp.reshape(wide, (*lead, rows * (rows + keys - 1)))
+    flat = xp.concat([zeros(rows - 1), flat, zeros(1)], axis=-1)
+    return xp.reshape(flat, (*lead, rows, rows + keys))
+
+
+def _add_band(target: Any, part: Any, first: Any, xp: Any) -> None:
+    """Adds a band's gradients [B, H, W, ...] to the entries [H or 1, n, ...] that it took."""
+    if target.shape[0] == 1:
+        part = xp.sum(part, axis=1, keepdims=True)
+    if first.shape[0] == 1:
+        part = xp.sum(part, axis=0, keepdims=True)
+    entries, width = target.shape[1], part.shape[2]
+    taken = min(entries, width)
+    along = (-1, *[1] * (len(part.shape) - 3))
+    w = xp.arange(width, device=first.device)
+    for b in range(first.shape[0]):
+        # Each entry between the ends once, so that nothing is lost where an index repeats.
+        start = xp.clip(first[b], 0, entries - taken)
+        place = start + xp.arange(taken, device=first.device)
+        source = place - first[b]
+        there = (source >= 0) & (source < width)
+        moved = xp.take(part[b], xp.clip(source, 0, width - 1), axis=1)
+        target[:, place] += xp.where(xp.reshape(there, along), moved, xp.zeros_like(moved))
+        place = first[b] + w
+        for end, hits in ((0, place < 0), (entries - 1, place >= entries)):
+            clipped = xp.where(xp.reshape(hits, along), part[b], xp.zeros_like(part[b]))
+            target[:, end] += xp.sum(clipped, axis=1)
+
+
+# On the device a tile has at most as many rows as keys, N. Of its band's two halves of N offsets a
+# row needs each of the N columns once: from the second half where the first is not reached. So both
+# products come together in one tile, and a row of it turned by its number is a row of scores.
+
+
+class _OnDevice(NamedTuple):
+    product_fragment: Any
+    add_to_query: Any
+    turned: Any
+    places: Any
+    table: Any
+    table_head_stride: int
+    table_entry_stride: int
+    table_dim_stride: int
+    scores: Any
+    scores_head_stride: int
+    scores_entry_stride: int
+    entries: int
+    first: int
+    HEAD_DIM: int
+    PADDED_DIM: int
+    HAS_SCORES: bool
+
+
+@jit
+def _fragment(scores, at, own, PRECISION: tl.constexpr):
+    if at.q_pos.shape[0] == 1:  # a column of scores belongs to a query
+        AXIS: tl.constexpr = 0
+        ROWS: tl.constexpr = scores.shape[1]
+    else:
+        AXIS: tl.constexpr = 1
+        ROWS: tl.constexpr = scores.shape[0]
+    KEYS: tl.constexpr = scores.shape[AXIS]
+    near = _products(_places(at.offset, 0, ROWS, KEYS, own), at, own, PRECISION)
+    far = _products(_places(at.offset, KEYS, ROWS, KEYS, own), at, own, PRECISION)
+    row, key = tl.arange(0, ROWS), tl.arange(0, KEYS) + _zero(at.first_key)
+    if AXIS == 1:
+        row, key = row[:, None], key[None, :]
+    else:
+        row, key = row[None, :], key[:, None]
+    products = tl.where(row + key >= ROWS - 1, near, far)
+    values = tl.gather(products, (key - row + (ROWS - 1)) % KEYS, AXIS)
+    return scores + values * (at.unit * at.scale)
+
+
+@jit
+def _places(offset, skip, ROWS: tl.constexpr, KEYS: tl.constexpr, own):
+    """Where in the table half a band's offsets lie, not clipped yet. offset: of the tile."""
+    return tl.arange(0, KEYS) + (offset - (ROWS - 1) + skip - own.first)
+
+
+@jit
+def _products(place, at, own, PRECISION: tl.constexpr):
+    """Of the tile's queries with the vectors at these places, in the scores' orientation."""
+    vectors = _vectors(place, at, own)
+    if at.q_pos.shape[0] == 1:
+        products = tl.dot(vectors, tl.trans(at.query), input_precision=PRECISION)
+        if own.HAS_SCORES:
+            products += _numbers(place, at, own)[:, None]
+    else:
+        products = tl.dot(at.query, tl.trans(vectors), input_precision=PRECISION)
+        if own.HAS_SCORES:
+            products += _numbers(place, at, own)[None, :]
+    return products
+
+
+@jit
+def _numbers(place, at, own):
+    place = tl.minimum(tl.maximum(place, 0), own.entries - 1)
+    head = own.scores + at.head * own.scores_head_stride
+    return tl.load(head + place * own.scores_entry_stride).to(tl.float32)
+
+
+@jit
+def _vectors(place, at, own):
+    """[N, D] in the queries' dtype."""
+    place = tl.minimum(tl.maximum(place, 0), own.entries - 1)
+    dim = tl.arange(0, own.PADDED_DIM)
+    head = own.table + at.head * own.table_head_stride
+    places = head + place[:, None] * own.table_entry_stride + dim[None, :] * own.table_dim_stride
+    if own.HEAD_DIM == own.PADDED_DIM:
+        vectors = tl.load(places)
+    else:
+        vectors = tl.load(places, mask=(dim < own.HEAD_DIM)[None, :], other=0.0)
+    return vectors.to(at.query.dtype)
+
+
+@jit
+def _add_to_query(d_query, d_scores, at, own, PRECISION: tl.constexpr):
+    """d_query [M, D], not yet scaled, with what a tile's d_scores [M, N] add to it."""
+    ROWS: tl.constexpr = d_scores.shape[0]
+    KEYS: tl.constexpr = d_scores.shape[1]
+    turned = _turned(d_scores.to(at.query.dtype), at.first_key)
+    column = tl.arange(0, KEYS) + _zero(at.first_key)
+    near = tl.arange(0, ROWS)[:, None] + column[None, :] >= ROWS - 1
+    vectors = _vectors(_places(at.offset, 0, ROWS, KEYS, own), at, own)
+    d_query = tl.dot(tl.where(near, turned, 0.0), vectors, d_query, input_precision=PRECISION)
+    vectors = _vectors(_places(at.offset, KEYS, ROWS, KEYS, own), at, own)
+    return tl.dot(tl.where(near, 0.0, turned), vectors, d_query, input_precision=PRECISION)
+
+
+@jit
+def _zero(first_key):
+    """0, of which a compiler cannot know that it stays the same from tile to tile: it would keep an
+    index for each score in registers that there are not."""
+    return tl.minimum(first_key + 2**30, 0)
+
+
+@jit
+def _turned(d_scores, first_key):
+    """The gradients of the products with both halves of the band, [M, N], in one tile as they came:
+    of the first half where row + column is at least M - 1."""
+    ROWS: tl.constexpr = d_scores.shape[0]
+    KEYS: tl.constexpr = d_scores.shape[1]
+    row = tl.arange(0, ROWS)[:, None]
+    column = (tl.arange(0, KEYS) + _zero(first_key))[None, :]
+    return tl.gather(d_scores, (column + row + (KEYS - ROWS + 1)) % KEYS, 1)
