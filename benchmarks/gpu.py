@@ -3,7 +3,9 @@
     python -m benchmarks.gpu --out benchmarks/results/h200.json
 
 Every way is checked before it is timed: outputs and gradients of two heads against float64. Ways
-are interleaved, times are medians from CUDA events.
+are interleaved, times are medians from CUDA events. "limelight" is the backend `flash`, "hopper"
+the backend of that name, whatever would be chosen. Many processes with `--check --part 1/16` and so on
+compile everything first.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
@@ -33,6 +36,7 @@ PEERS = {
     "torch cudnn": SDPBackend.CUDNN_ATTENTION,
     "torch efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
+OURS = ("limelight", "hopper")
 Way = Callable[..., Tensor]
 
 
@@ -52,6 +56,7 @@ class Case:
     dtype: torch.dtype = torch.bfloat16
     options: dict[str, Any] = field(default_factory=dict)
     peers: tuple[str, ...] = ()
+    hopper: bool = False
     flex: Callable[[], dict[str, Any]] | None = None  # what FlexAttention gets
     others: dict[str, Way] = field(default_factory=dict)
     # Learned biases: calls of query, key, value and parameters, whose gradients are measured too.
@@ -60,9 +65,10 @@ class Case:
     dense: Way | None = None  # the way of PyTorch's users: a bias in memory, the efficient kernel
 
     def ways(self) -> dict[str, Way]:
-        ways: dict[str, Way] = {
-            "limelight": self.call or (lambda q, k, v: ll.attention(q, k, v, **self.options)),
-        }
+        call = self.call or (lambda q, k, v: ll.attention(q, k, v, **self.options))
+        ways = {"limelight": _only("flash", call)}
+        if self.hopper:
+            ways["hopper"] = _only("hopper", call)
         if self.dense is not None:
             ways["torch dense bias"] = self.dense
         causal = isinstance(self.options.get("mask"), ll.Causal)
@@ -71,6 +77,14 @@ class Case:
         if self.flex is not None:
             ways["flex"] = _flex(self.flex())
         return ways | self.others
+
+
+def _only(backend: str, call: Way) -> Way:
+    def run(*inputs: Tensor) -> Tensor:
+        with ll.backends(backend):
+            return call(*inputs)
+
+    return run
 
 
 def _torch(backend: SDPBackend, causal: bool) -> Way:
@@ -91,7 +105,8 @@ def _flex(options: dict[str, Any]) -> Way:
 def _documents_as_batch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The 16 documents of one row as a batch of 16."""
     q, k, v = (t[0].unflatten(1, (16, 512)).transpose(0, 1) for t in (q, k, v))
-    out = ll.attention(q, k, v, mask=ll.Causal())
+    with ll.backends("flash"):
+        out = ll.attention(q, k, v, mask=ll.Causal())
     return out.transpose(0, 1).flatten(1, 2)[None]
 
 
@@ -117,9 +132,10 @@ def cases() -> list[Case]:
         for causal in (False, True):
             mask = {"mask": ll.Causal()} if causal else {}
             word = " causal" if causal else ""
-            found.append(Case(f"head_dim {dim}{word}", shape, options=mask, peers=every))
+            name = f"head_dim {dim}{word}"
+            found.append(Case(name, shape, options=mask, peers=every, hopper=True))
             alibi = {**mask, "bias": ll.ALiBi(slopes)}
-            found.append(Case(f"head_dim {dim}{word}, ALiBi", shape, options=alibi))
+            found.append(Case(f"{name}, ALiBi", shape, options=alibi, hopper=True))
     shape = (4, 16, 4096, 64)
     found += [
         Case(
@@ -163,6 +179,35 @@ def cases() -> list[Case]:
         ),
         Case("float32", (2, 16, 4096, 64), torch.float32, peers=("torch efficient",)),
         Case(
+            "ALiBi causal, learned",
+            shape,
+            options={"mask": ll.Causal()},
+            parameters=lambda: [Parameter(slopes.clone().requires_grad_(), (slice(2),))],
+            call=lambda q, k, v, slopes: ll.attention(
+                q, k, v, mask=ll.Causal(), bias=ll.ALiBi(slopes)
+            ),
+        ),
+        Case(
+            "T5's buckets, learned",
+            shape,
+            parameters=lambda: [Parameter(_drawn(32, 16), (slice(None), slice(2)))],
+            call=lambda q, k, v, table: ll.attention(q, k, v, bias=ll.T5Bias(table)),
+        ),
+        Case(
+            "relative table of 8191, learned",
+            shape,
+            parameters=lambda: [_heads(16, 8191)],
+            call=lambda q, k, v, table: ll.attention(q, k, v, bias=ll.RelativeBias(table)),
+            dense=_dense_relative,
+        ),
+        Case(
+            "dense bias for all batch elements, learned",
+            shape,
+            parameters=lambda: [_heads(16, 4096, 4096)],
+            call=lambda q, k, v, bias: ll.attention(q, k, v, bias=ll.DenseBias(bias)),
+            dense=lambda q, k, v, bias: _efficient(q, k, v, bias.expand(q.shape[0], -1, -1, -1)),
+        ),
+        Case(
             "decomposed positions of a 64 x 64 grid, learned",
             shape,
             parameters=lambda: [_rows(4, 16, 4096, 64), _rows(4, 16, 4096, 64)],
@@ -205,6 +250,12 @@ def _efficient(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
 
 
+def _dense_relative(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
+    place = torch.arange(q.shape[2], device=q.device)
+    bias = table[:, place - place[:, None] + q.shape[2] - 1]
+    return _efficient(q, k, v, bias.expand(q.shape[0], -1, -1, -1))
+
+
 def _dense_decomposed(q: Tensor, k: Tensor, v: Tensor, rel_h: Tensor, rel_w: Tensor) -> Tensor:
     return _efficient(q, k, v, (rel_h[..., :, None] + rel_w[..., None, :]).flatten(-2))
 
@@ -235,7 +286,7 @@ def _dense_shaw(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
     return _efficient(q, k, v, products.gather(-1, entry.expand(*q.shape[:2], *entry.shape)))
 
 
-def measure(case: Case) -> dict[str, Any]:
+def measure(case: Case, *, check_only: bool = False) -> dict[str, Any]:
     torch.manual_seed(0)
     q, k, v = (
         torch.randn(case.shape, device="cuda", dtype=case.dtype, requires_grad=True)
@@ -247,15 +298,14 @@ def measure(case: Case) -> dict[str, Any]:
     right = reference(case, inputs, parameters, d_out)
     parts = [(slice(1), slice(2))] * 4 + [p.part for p in parameters]
     row: dict[str, Any] = {"case": case.name, "shape": case.shape, "dtype": str(case.dtype)}
-    with ll.record() as calls:
-        case.ways()["limelight"](*inputs)
-    row["backend"] = calls.calls[0].choice.backend
     ready: dict[str, tuple[Way, Tensor]] = {}
     for name, way in case.ways().items():
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
         try:
             out = way(*inputs)
         except Exception as error:  # a peer that cannot run this is a result too
-            if name == "limelight":
+            if name in OURS:
                 raise
             row[name] = {"fails": f"{type(error).__name__}: {str(error).splitlines()[0][:80]}"}
             continue
@@ -267,11 +317,14 @@ def measure(case: Case) -> dict[str, Any]:
             float(((t[part].double() - r).norm() / r.norm()).detach())
             for t, part, r in zip((out, *gradients), parts, right, strict=True)
         ]
-        row[name] = {"error": max(errors)}
+        peak = torch.cuda.max_memory_allocated() - before
+        row[name] = {"error": max(errors), "peak MB": round(peak / 2**20)}
         if max(errors) <= TOLERANCE[case.dtype]:
             ready[name] = (way, out)
-        elif name == "limelight":
+        elif name in OURS:
             raise SystemExit(f"{case.name}: error {max(errors):.1e}")
+    if check_only:
+        return row
     times: dict[tuple[str, str], list[float]] = {}
     for turn in range(WARMUP + REPEATS):
         for name, (way, out) in ready.items():
@@ -309,10 +362,15 @@ def reference(
         return [out, *torch.autograd.grad(out, leaves, d_out[:1, :2].double())]
 
 
-def timed(work: Callable[[], object], calls: int = 5) -> float:
-    """Milliseconds on the device a call; enough calls that the CPU's part hides behind them."""
+def timed(work: Callable[[], object]) -> float:
+    """Milliseconds on the device a call. It sleeps first, so that the CPU's part hides."""
+    found = _timed(work, 1)
+    return found if found > 5 else _timed(work, 5)
+
+
+def _timed(work: Callable[[], object], calls: int) -> float:
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(2_000_000)
+    torch.cuda._sleep(1_200_000 * calls)  # cycles
     start.record()
     for _ in range(calls):
         work()
@@ -327,33 +385,37 @@ def call_cost() -> dict[str, float]:
     leaves = [t.clone().requires_grad_() for t in (q, k, v)]
     d_out = torch.randn_like(q)
     found = {}
-    for name, way in (
-        ("limelight", ll.attention),
-        ("torch default", F.scaled_dot_product_attention),
+    for name, way, allowed in (
+        ("limelight", ll.attention, ["flash"]),
+        ("limelight's choice", ll.attention, []),
+        ("torch default", F.scaled_dot_product_attention, []),
     ):
-        found[f"{name} forward"] = wall_us(lambda way=way: way(q, k, v))
-        found[f"{name} forward and backward"] = wall_us(
-            lambda way=way: torch.autograd.grad(way(*leaves), leaves, d_out)
-        )
+        with ll.backends(*allowed) if allowed else nullcontext():
+            found[f"{name} forward"] = wall_us(lambda way=way: way(q, k, v))
+            found[f"{name} forward and backward"] = wall_us(
+                lambda way=way: torch.autograd.grad(way(*leaves), leaves, d_out)
+            )
     return found
 
 
-def wall_us(work: Callable[[], object], repeats: int = 500) -> float:
-    for _ in range(50):
-        work()
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(repeats):
-        work()
-    spent = (time.perf_counter() - start) / repeats * 1e6
-    torch.cuda.synchronize()
-    return round(spent, 1)
+def wall_us(work: Callable[[], object], calls: int = 50) -> float:
+    """The median of 21 times of so many calls."""
+    found = []
+    for _ in range(22):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            work()
+        found.append((time.perf_counter() - start) / calls * 1e6)
+    return round(statistics.median(found[1:]), 1)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path)
     parser.add_argument("--only", default="", help="run the cases whose name contains this")
+    parser.add_argument("--part", default="1/1", help="of the cases, as 1/16")
+    parser.add_argument("--check", action="store_true", help="time nothing, write nothing")
     parser.add_argument("--commit", default=None, help="the commit that is measured")
     options = parser.parse_args()
     about = {
@@ -366,11 +428,13 @@ def main() -> None:
         "repeats": REPEATS,
     }
     rows = []
-    for case in cases():
-        if options.only in case.name:
-            rows.append(measure(case))
-            print(json.dumps(rows[-1]), flush=True)
-            torch.cuda.empty_cache()
+    part, parts = map(int, options.part.split("/"))
+    for case in [case for case in cases() if options.only in case.name][part - 1 :: parts]:
+        rows.append(measure(case, check_only=options.check))
+        print(json.dumps(rows[-1]), flush=True)
+        torch.cuda.empty_cache()
+    if options.check:
+        return
     results = {"about": about, "rows": rows, "call cost us": call_cost()}
     options.out.write_text(json.dumps(results, indent=1) + "\n")
 
