@@ -4,8 +4,8 @@
 
 Every way is checked before it is timed: outputs and gradients of two heads against float64. Ways
 are interleaved, times are medians from CUDA events. "limelight" is the backend `flash`, "hopper"
-the backend of that name, whatever would be chosen. Many processes with `--check --part 1/16` and so on
-compile everything first.
+the backend of that name, whatever would be chosen. Many processes with `--check --part 1/16` and so
+on compile everything first.
 """
 
 from __future__ import annotations
