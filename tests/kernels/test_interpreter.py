@@ -343,9 +343,39 @@ def test_biases_of_rows_in_half_precision(bias: ll.Bias) -> None:
     check(replace(call, bias=bias))
 
 
-@pytest.mark.parametrize("sizes", [{"q_len": 0}, {"kv_len": 0}, {"batch": 0}], ids=str)
-def test_relative_keys_of_nothing(sizes: dict[str, Any]) -> None:
-    check(case(**sizes, bias=ll.TransformerXLBias(random(HEADS, 5, 16), random(HEADS, 5))))
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"q_len": 0},
+        {"kv_len": 0},
+        {"batch": 0},
+        {"q_len": 0, "kv_len": 9},
+        {"q_len": 3, "kv_len": 0},
+    ],
+    ids=str,
+)
+def test_offsets_of_nothing(sizes: dict[str, Any]) -> None:
+    keys = ll.TransformerXLBias(random(HEADS, 5, 16), random(HEADS, 5))
+    check(case(**sizes, bias=keys + ll.RelativeBias(random(HEADS, 5))))
+
+
+STEEP = ll.RelativeBias(6 * torch.arange(9.0)[None])
+
+
+@pytest.mark.parametrize(
+    "bias",
+    [
+        ll.ShawRelative(random(5, 16)) + ll.T5Bias(random(8, HEADS), max_distance=20),
+        ll.DecomposedBias(random(*ROW, 1), random(*ROW, 32)) + ll.RelativeBias(random(1, 9)),
+        ll.DecomposedBias(random(*ROW, 1), random(*ROW, 32)) + STEEP,
+    ],
+    ids=["shaw and t5", "decomposed and relative", "decomposed and steep"],
+)
+def test_walks_of_tiles_before_the_first_key(
+    bias: ll.Bias, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(configs, "offset_gradient", lambda *_: Config(16, 32, 4, 1))
+    check(case(bias=bias))
 
 
 def test_softcap() -> None:

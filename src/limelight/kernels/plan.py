@@ -374,9 +374,9 @@ def _parts(call: Call, programs: int) -> tuple[int, int]:
 
 def _diagonals(call: Call, config: Config) -> Diagonals:
     size = call.size
-    last_row = (_tiles(size.q_len, config.rows) - 1) * config.rows
+    last_row = max(_tiles(size.q_len, config.rows) - 1, 0) * config.rows
     before = _tiles(last_row, config.keys)
-    count = before + _tiles(size.kv_len, config.keys)
+    count = max(before + _tiles(size.kv_len, config.keys), 1)
     parts, batches = _parts(call, count * size.q_heads)
     return Diagonals(*map(i32, (-before, count, parts, batches, size.batch)))
 
@@ -402,19 +402,19 @@ def _offset_gradients(
     }
     tiles = _tiles(size.q_len, config.rows) * size.batch
     launches = _launch(key_ranges, tiles, ranges, {"TILE_M": config.rows}, configs.KEY_RANGES)
-    biases = list(zip(args.bias_children(call.bias), shared["biases"], strict=True))
+    biases = tuple(map(args.anywhere, shared["biases"]))
+    pairs = list(zip(args.bias_children(call.bias), biases, strict=True))
     arguments = {
         **shared,
-        "constant": tuple(bias for child, bias in biases if child.gradient == "offset"),
-        "varying": tuple(
-            args.anywhere(bias) for child, bias in biases if child.gradient != "offset"
-        ),
+        "biases": biases,
+        "constant": tuple(bias for child, bias in pairs if child.gradient == "offset"),
+        "varying": tuple(bias for child, bias in pairs if child.gradient != "offset"),
         "seen": memory["key_ranges"],
         "windows": memory["windows"],
         **scalars,
         "diagonals": along,
     }
-    grid = along.parts.value * size.q_heads * along.count.value if size.batch else 0
+    grid = along.parts.value * size.q_heads * along.count.value
     launches += _launches(offset_gradient, grid, arguments, _dims(call), config)
     first = {"windows": memory["windows"], "query_starts": shared["query_starts"]}
     last = {"diagonals": along}
