@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 from inputs import qkv
-from test_terms import SIZE, biases, kind, masks
+from test_terms import HEAD_DIM, SIZE, biases, kind, masks
 
 from limelight.testing import check
 
@@ -24,7 +24,7 @@ def inputs(device, grad=True):
         kv_heads=2,
         q_len=q_len,
         kv_len=kv_len,
-        head_dim=4,
+        head_dim=HEAD_DIM,
         device=device,
         grad=grad,
     )

@@ -313,7 +313,7 @@ def test_relative_2d_is_swins(height, width):
 # Every mask and bias, over random tiles.
 
 SIZE = Size(2, 4, 12, 15)
-HEAD_DIM = 3
+HEAD_DIM = 4
 QUERY = np.random.default_rng(2).normal(size=(*SIZE[:3], HEAD_DIM))
 
 

@@ -40,10 +40,8 @@ BATCH, HEADS, KV_HEADS, Q_LEN, KV_LEN = 2, 2, 1, 37, 53
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (
-        "forward", "key_gradients", "query_gradient", "dense_gradient", "offset_gradient",
-        "band_gradients", "reading",
-    ):  # fmt: skip
+    tables = ("forward", "key_gradients", "query_gradient", "dense_gradient", "offset_gradient")
+    for name in (*tables, "reading"):
         monkeypatch.setattr(configs, name, lambda *_: Config(16, 16, 4, 1))
     monkeypatch.setattr(configs, "ROW_NUMBERS", Config(32, 1, 4, 1))
 
@@ -343,9 +341,39 @@ def test_biases_of_rows_in_half_precision(bias: ll.Bias) -> None:
     check(replace(call, bias=bias))
 
 
-@pytest.mark.parametrize("sizes", [{"q_len": 0}, {"kv_len": 0}, {"batch": 0}], ids=str)
-def test_relative_keys_of_nothing(sizes: dict[str, Any]) -> None:
-    check(case(**sizes, bias=ll.TransformerXLBias(random(HEADS, 5, 16), random(HEADS, 5))))
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"q_len": 0},
+        {"kv_len": 0},
+        {"batch": 0},
+        {"q_len": 0, "kv_len": 9},
+        {"q_len": 3, "kv_len": 0},
+    ],
+    ids=str,
+)
+def test_offsets_of_nothing(sizes: dict[str, Any]) -> None:
+    keys = ll.TransformerXLBias(random(HEADS, 5, 16), random(HEADS, 5))
+    check(case(**sizes, bias=keys + ll.RelativeBias(random(HEADS, 5))))
+
+
+STEEP = ll.RelativeBias(6 * torch.arange(9.0)[None])
+
+
+@pytest.mark.parametrize(
+    "bias",
+    [
+        ll.ShawRelative(random(5, 16)) + ll.T5Bias(random(8, HEADS), max_distance=20),
+        ll.DecomposedBias(random(*ROW, 1), random(*ROW, 32)) + ll.RelativeBias(random(1, 9)),
+        ll.DecomposedBias(random(*ROW, 1), random(*ROW, 32)) + STEEP,
+    ],
+    ids=["shaw and t5", "decomposed and relative", "decomposed and steep"],
+)
+def test_walks_of_tiles_before_the_first_key(
+    bias: ll.Bias, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(configs, "offset_gradient", lambda *_: Config(16, 32, 4, 1))
+    check(case(bias=bias))
 
 
 def test_softcap() -> None:

@@ -58,9 +58,12 @@ class Flash(Backend):
         target, dim = major * 10 + minor, max(problem.head_dim, problem.value_dim)
         lengths = (problem.q_len, problem.kv_len)
         item = configs.item(problem.dtype)
-        if configs.in_halves(problem.dtype, target, dim, lengths, problem.allow_tf32):
+        bias = problem.bias
+        whole = bias is not None and bias.makes_products()
+        if not whole and configs.in_halves(problem.dtype, target, dim, lengths, problem.allow_tf32):
             item = configs.HALVES
-        found = configs.forward(target, item, dim)
+        table = configs.reading if bias is not None and bias.reads_query() else configs.forward
+        found = table(target, item, dim)
         return TileConfig(found.rows, found.keys, found.source)
 
     def precompile(self, call: Call) -> None:

@@ -14,10 +14,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from limelight._jit import jit, tl
-from limelight.biases.base import Bias
+from limelight.biases.base import Bias, GradientKind
 from limelight.errors import invalid
 from limelight.terms import check_dtype
 from limelight.tile import Size, Tile
@@ -37,9 +37,7 @@ class ALiBi(Bias):
     slopes: Any = None
 
     tensor_fields: ClassVar[tuple[str, ...]] = ("slopes",)
-    gradient: ClassVar[Literal["head", "dense", "offset", "pair", "rows", "vectors"] | None] = (
-        "head"
-    )
+    gradient: ClassVar[GradientKind | None] = "head"
 
     @staticmethod
     def paper_slopes(heads: int) -> tuple[float, ...]:

@@ -5,22 +5,23 @@ library; `fold`, which reduces the gradient of a tile of scores to the gradient 
 `check` for its tensors; `on_device`, the same for the fused kernels. Biases compose with `+`.
 
 On the device a bias is a NamedTuple of a `jit` function and of whatever that reads (pointers,
-strides, numbers), which it gets back as `own`. Where a bias depends on k_pos - q_pos alone, the
-offset, the function is best `offset_fragment(offset, at, own)`, which returns the bias at a
-line of offsets: a kernel asks for each once a tile. Else it is `fragment(scores, at, own)`,
-which returns the scores with `at.unit` times the bias added (the scores may still wait for
-their scale). `at` has batch, head (query heads), q_len, kv_len and query_start. For a fragment
-it has q_pos and k_pos, which broadcast against the scores in whichever orientation a kernel
-keeps them; q_near and k_near, which are positions as float32, counted from a place nearby:
-quick where their difference is all; and side, which is -1 in a tile where no key comes after
-any query, 1 where none comes before any, else 0.
-
-The functions are `triton.jit`'s, or `limelight.biases.jit`'s with `limelight.biases.tl`, which are
-the same and import Triton on first use only.
+strides, numbers; those named in capitals are compiled in), which it gets back as `own`. Where a
+bias depends on k_pos - q_pos alone, the offset, the function is best `offset_fragment(offset, at,
+own)`, which returns the bias at a line of offsets: a kernel asks for each once a tile. Else it is
+`fragment(scores, at, own)`, which returns the scores with `at.unit` times the bias added (the
+scores may still wait for their scale). `at` has batch, head (query heads), q_len, kv_len and
+query_start. For a fragment it has q_pos and k_pos, which broadcast against the scores in whichever
+orientation a kernel keeps them; q_near and k_near, which are positions as float32, counted from a
+place nearby: quick where their difference is all; and side, which is -1 in a tile where no key
+comes after any query, 1 where none comes before any, else 0.
 
 A bias that makes a product of its own has `product_fragment(scores, at, own, precision)` instead,
 whose precision is for `tl.dot`. One that reads the query (`query_dim`) finds the tile's queries
 [rows, head_dim] in `at.query`, and has `add_to_query(d_query, d_scores, at, own, precision)` too.
+A tile of its keys begins at a multiple of its length.
+
+The functions are `triton.jit`'s, or `limelight.biases.jit`'s with `limelight.biases.tl`, which are
+the same and import Triton on first use only.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from limelight.errors import invalid_type
 from limelight.terms import Composite, Term
 from limelight.tile import Tile
 
+GradientKind = Literal["head", "dense", "offset", "pair", "rows", "vectors"]
+
 
 class Bias(Term):
     """Base class of biases. `a + b` adds both. Every tensor field is a differentiable parameter."""
@@ -40,6 +43,9 @@ class Bias(Term):
 
     # Whether values may be -inf, which hides a key as a mask does.
     may_hide: ClassVar[bool] = False
+
+    # Whether it has a `product_fragment` on the device.
+    multiplies: ClassVar[bool] = False
 
     # How the fused kernels make the gradient of the tensor.
     # "head": one number for each (batch, head), the sum over a matrix of scores of d_scores times
@@ -54,7 +60,7 @@ class Bias(Term):
     #     adds a tile's [rows, keys], `store_rows(sums, row, matrix, own)` writes them; own then has
     #     gradients in the place of tensors.
     # "vectors": a vector for each offset, times the query; see kernels/vector_gradient.py.
-    gradient: ClassVar[Literal["head", "dense", "offset", "pair", "rows", "vectors"] | None] = None
+    gradient: ClassVar[GradientKind | None] = None
 
     def values(self, at: Tile, xp: Any) -> Any:
         """Numbers that broadcast against the tile's scores (batch, heads, rows, keys)."""
@@ -87,6 +93,9 @@ class Bias(Term):
 
     def reads_query(self) -> bool:
         return any(part.query_dim() is not None for part in self.parts() if isinstance(part, Bias))
+
+    def makes_products(self) -> bool:
+        return any(type(part).multiplies for part in self.parts() if isinstance(part, Bias))
 
     def __add__(self, other: Bias) -> Bias:
         if not isinstance(other, Bias):

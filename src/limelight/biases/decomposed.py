@@ -16,10 +16,10 @@ column (Li et al., MViTv2, arXiv:2112.01526, equation 4; Segment Anything, arXiv
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from limelight._jit import jit, tl
-from limelight.biases.base import Bias
+from limelight.biases.base import Bias, GradientKind
 from limelight.errors import invalid, invalid_type, is_integer
 from limelight.terms import check_dtype
 from limelight.tile import Size, Tile
@@ -42,9 +42,8 @@ class DecomposedBias(Bias):
 
     tensor_fields: ClassVar[tuple[str, ...]] = ("rel_h", "rel_w")
     plain_fields: ClassVar[tuple[str, ...]] = ("first_key",)
-    gradient: ClassVar[Literal["head", "dense", "offset", "pair", "rows", "vectors"] | None] = (
-        "rows"
-    )
+    multiplies: ClassVar[bool] = True
+    gradient: ClassVar[GradientKind | None] = "rows"
 
     def __post_init__(self) -> None:
         if not is_integer(self.first_key):
@@ -108,7 +107,6 @@ class DecomposedBias(Bias):
             _rows(self.rel_h),
             _rows(self.rel_w),
             self.first_key,
-            True,
         )
 
 
@@ -132,7 +130,6 @@ class _OnDevice(NamedTuple):
     lines: _Rows
     columns: _Rows
     FIRST_KEY: int
-    ALIGNED: bool  # tiles of keys begin at multiples of their length
 
 
 def _rows(tensor: Any) -> _Rows:
@@ -149,7 +146,7 @@ def _fragment(scores, at, own, PRECISION: tl.constexpr):
     KEYS: tl.constexpr = at.k_pos.numel
     IN_ONE_LINE: tl.constexpr = (own.columns.COUNT % KEYS == 0) & (own.FIRST_KEY % KEYS == 0)
     row = at.first_key - at.offset - at.query_start + tl.arange(0, ROWS)
-    if IN_ONE_LINE & own.ALIGNED & (at.k_pos.shape[0] == 1):
+    if IN_ONE_LINE & (at.k_pos.shape[0] == 1):
         line, column, inside = _place(at.first_key, own)
         within = tl.arange(0, KEYS)
         if own.columns.COUNT > KEYS:

@@ -12,10 +12,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from limelight._jit import jit, tl
-from limelight.biases.base import Bias
+from limelight.biases.base import Bias, GradientKind
 from limelight.terms import broadcast_strides, check_broadcastable, check_dtype
 from limelight.tile import Size, Tile
 
@@ -32,9 +32,7 @@ class DenseBias(Bias):
 
     tensor_fields: ClassVar[tuple[str, ...]] = ("tensor",)
     may_hide: ClassVar[bool] = True
-    gradient: ClassVar[Literal["head", "dense", "offset", "pair", "rows", "vectors"] | None] = (
-        "dense"
-    )
+    gradient: ClassVar[GradientKind | None] = "dense"
 
     def check(self, size: Size) -> None:
         check_dtype("bias DenseBias tensor", self.tensor, "float")

@@ -12,9 +12,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from limelight._jit import jit, tl
+from limelight.biases.base import GradientKind
 from limelight.biases.table import TableBias
 from limelight.errors import invalid, is_integer
 from limelight.tile import Size, Tile
@@ -41,9 +42,7 @@ class RelativeBias2D(TableBias):
 
     plain_fields: ClassVar[tuple[str, ...]] = ("height", "width")
     heads_last: ClassVar[bool] = True
-    gradient: ClassVar[Literal["head", "dense", "offset", "pair", "rows", "vectors"] | None] = (
-        "pair"
-    )
+    gradient: ClassVar[GradientKind | None] = "pair"
 
     def __post_init__(self) -> None:
         for name in ("height", "width"):

@@ -28,10 +28,10 @@ above: the relative shift, without a matrix of the whole.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from limelight._jit import jit, tl
-from limelight.biases.base import Bias
+from limelight.biases.base import Bias, GradientKind
 from limelight.errors import invalid, invalid_type, is_integer
 from limelight.terms import check_dtype
 from limelight.tile import Size, Tile
@@ -57,9 +57,8 @@ class _RelativeKeys(Bias):
 
     first: int | None
 
-    gradient: ClassVar[Literal["head", "dense", "offset", "pair", "rows", "vectors"] | None] = (
-        "vectors"
-    )
+    multiplies: ClassVar[bool] = True
+    gradient: ClassVar[GradientKind | None] = "vectors"
 
     def _table(self) -> Any:
         return getattr(self, self.tensor_fields[0])

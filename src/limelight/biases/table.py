@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from limelight._jit import jit, tl
-from limelight.biases.base import Bias
+from limelight.biases.base import Bias, GradientKind
 from limelight.errors import invalid
 from limelight.terms import check_dtype
 from limelight.tile import Size, Tile, on_host
@@ -23,9 +23,7 @@ class TableBias(Bias):
     table: Any
 
     tensor_fields: ClassVar[tuple[str, ...]] = ("table",)
-    gradient: ClassVar[Literal["head", "dense", "offset", "pair", "rows", "vectors"] | None] = (
-        "offset"
-    )
+    gradient: ClassVar[GradientKind | None] = "offset"
     heads_last: ClassVar[bool] = False
 
     def entry(self, offset: Any, xp: Any) -> Any:

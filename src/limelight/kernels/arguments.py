@@ -213,13 +213,6 @@ def with_fragment(bias: Any, precision: str) -> Any:
     return Spread(spread, ready_bias) if hasattr(bias, "offset_fragment") else ready_bias
 
 
-def anywhere(bias: Any) -> Any:
-    """A bias for tiles of keys that begin anywhere."""
-    if hasattr(bias, "bias") and hasattr(bias.bias, "ALIGNED"):
-        return bias._replace(bias=bias.bias._replace(ALIGNED=False))
-    return bias
-
-
 def bias_children(bias: Bias | None) -> tuple[Bias, ...]:
     if bias is None:
         return ()

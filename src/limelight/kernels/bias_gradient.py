@@ -65,7 +65,7 @@ def dense_gradient(
             sizes,
             numbers,
         )
-        acc += _d_scores(
+        acc += gradient_of_scores(
             query, key, value, d_out, row_numbers, masks, biases, first_row, first_key,
             first_key - first_row, matrix, seed, strides, sizes, numbers, options, 0.0, HEAD_DIM,
             VALUE_DIM, TILE_M, TILE_N, PARTIAL=True, ANYWHERE=False,
@@ -149,7 +149,7 @@ def offset_gradient(
     """
     part = tl.program_id(0) % diagonals.parts
     head = tl.program_id(0) // diagonals.parts % sizes.q_heads
-    diagonal = _outwards(tl.program_id(0) // diagonals.parts // sizes.q_heads, diagonals.count)
+    diagonal = outwards(tl.program_id(0) // diagonals.parts // sizes.q_heads, diagonals.count)
     offset = (diagonals.first + diagonal) * TILE_N
     first_batch = part * diagonals.batches
     # Along a diagonal these biases stay the same: the sum of exp2(score + bias - shift) * x is
@@ -212,14 +212,14 @@ def _walk(
         matrix = matrix_of(batch, head, query_starts, sizes, numbers)
         walk = _along(offset, seen, matrix, TILE_M, TILE_N)
         for tile in tl.range(walk.full_first, walk.full_last):
-            acc += _d_scores(
+            acc += gradient_of_scores(
                 query, key, value, d_out, row_numbers, masks, biases, tile * TILE_M,
                 tile * TILE_M + offset, offset, matrix, seed, strides, sizes, numbers, options,
                 most, HEAD_DIM, VALUE_DIM, TILE_M, TILE_N, PARTIAL=False, ANYWHERE=False,
             )  # fmt: skip
         for i in tl.range(0, walk.partial_count):
             first_row = ranges.partial_tile(walk, i) * TILE_M
-            acc += _d_scores(
+            acc += gradient_of_scores(
                 query, key, value, d_out, row_numbers, masks, biases, first_row,
                 first_row + offset, offset, matrix, seed, strides, sizes, numbers, options, most,
                 HEAD_DIM, VALUE_DIM, TILE_M, TILE_N, PARTIAL=True, ANYWHERE=True,
@@ -228,7 +228,7 @@ def _walk(
 
 
 @triton.jit
-def _outwards(place, count):
+def outwards(place, count):
     """The diagonals in order of length: from the middle one to both sides."""
     half = (place + 1) // 2
     return (count - 1) // 2 + tl.where(place % 2 == 1, half, -half)
@@ -351,7 +351,7 @@ def _store_entries(acc, first_entry, head, gradient, strides, entries):
 
 
 @triton.jit
-def _d_scores(
+def gradient_of_scores(
     query, key, value, d_out, row_numbers, masks, biases, first_row, first_key, offset,
     matrix, seed, strides, sizes, numbers, options, more,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,

@@ -202,10 +202,6 @@ def offset_gradient(capability: int, item_bytes: int, dim: int) -> Config:
     return _find(_OFFSETS, capability, item_bytes, dim)
 
 
-def band_gradients(capability: int, item_bytes: int, dim: int) -> Config:
-    return _find(_READING, capability, item_bytes, dim)
-
-
 def reading(capability: int, item_bytes: int, dim: int) -> Config:
     return _find(_READING, capability, item_bytes, dim)
 

@@ -93,7 +93,7 @@ def scratch(
         needed |= variants.scratch(call, with_d_out=True)
     kinds, item = _kinds(call, wanted), ITEM_BYTES[call.query.dtype]
     if "offset" in kinds:
-        config = configs.offset_gradient(capability, item, _dim(call))
+        config = _offset_config(call, capability, item)
         along = _diagonals(call, config)
         shape = (along.parts.value, heads, along.count.value, 2, config.keys)
         needed["windows"] = Shape(shape, "float32")
@@ -102,7 +102,7 @@ def scratch(
         parts = _pair_parts(call, _dense_config(call, capability, item))
         needed["pair_sums"] = Shape((parts.count.value, heads, q_len, kv_len), "float32")
     if "vectors" in kinds:
-        config = configs.band_gradients(capability, item, _dim(call))
+        config = configs.reading(capability, item, _dim(call))
         along = _diagonals(call, config)
         rows = (along.parts.value, heads, along.count.value, 2 * config.keys + 2)
         # Biases take turns in the same memory.
@@ -162,11 +162,11 @@ def backward(
         if gradient is not None and child.gradient == "dense":
             launches += _dense_gradient(call, gradient, shared, scalars, dense)
         elif gradient is not None and child.gradient == "vectors":
-            config = configs.band_gradients(capability, plain.item, _dim(call))
+            config = configs.reading(capability, plain.item, _dim(call))
             launches += _vector_gradients(call, child, gradient, memory, shared, scalars, config)
     kinds = _kinds(call, gradients)
     if "offset" in kinds:
-        config = configs.offset_gradient(capability, plain.item, _dim(call))
+        config = _offset_config(call, capability, plain.item)
         launches += _offset_gradients(call, gradients, memory, shared, scalars, config)
     if "pair" in kinds:
         launches += _pair_gradients(call, gradients, memory, shared, scalars, dense)
@@ -374,9 +374,9 @@ def _parts(call: Call, programs: int) -> tuple[int, int]:
 
 def _diagonals(call: Call, config: Config) -> Diagonals:
     size = call.size
-    last_row = (_tiles(size.q_len, config.rows) - 1) * config.rows
+    last_row = max(_tiles(size.q_len, config.rows) - 1, 0) * config.rows
     before = _tiles(last_row, config.keys)
-    count = before + _tiles(size.kv_len, config.keys)
+    count = max(before + _tiles(size.kv_len, config.keys), 1)
     parts, batches = _parts(call, count * size.q_heads)
     return Diagonals(*map(i32, (-before, count, parts, batches, size.batch)))
 
@@ -406,15 +406,13 @@ def _offset_gradients(
     arguments = {
         **shared,
         "constant": tuple(bias for child, bias in biases if child.gradient == "offset"),
-        "varying": tuple(
-            args.anywhere(bias) for child, bias in biases if child.gradient != "offset"
-        ),
+        "varying": tuple(bias for child, bias in biases if child.gradient != "offset"),
         "seen": memory["key_ranges"],
         "windows": memory["windows"],
         **scalars,
         "diagonals": along,
     }
-    grid = along.parts.value * size.q_heads * along.count.value if size.batch else 0
+    grid = along.parts.value * size.q_heads * along.count.value
     launches += _launches(offset_gradient, grid, arguments, _dims(call), config)
     first = {"windows": memory["windows"], "query_starts": shared["query_starts"]}
     last = {"diagonals": along}
@@ -591,6 +589,13 @@ def _config(call: Call, table: Any, capability: int, variant: Variant) -> Config
 def _dense_config(call: Call, capability: int, item: int) -> Config:
     reading = call.bias is not None and call.bias.reads_query()
     return (configs.reading if reading else configs.dense_gradient)(capability, item, _dim(call))
+
+
+def _offset_config(call: Call, capability: int, item: int) -> Config:
+    # Along a diagonal of square tiles, each begins at a multiple of its keys, as products need.
+    square = call.bias is not None and call.bias.makes_products()
+    table = configs.reading if square else configs.offset_gradient
+    return table(capability, item, _dim(call))
 
 
 def _dims(call: Call) -> dict[str, int]:

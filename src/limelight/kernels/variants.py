@@ -58,8 +58,7 @@ def of(
 
 
 def are_halves(call: Call, capability: int, allow_tf32: bool) -> bool:
-    # Biases multiply whole numbers only.
-    if any(hasattr(each.on_device(), "product_fragment") for each in args.bias_children(call.bias)):
+    if call.bias is not None and call.bias.makes_products():  # of whole numbers
         return False
     dim = max(call.query.shape[3], call.value.shape[3])
     lengths = (call.size.q_len, call.size.kv_len)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from limelight.kernels import dropout
-from limelight.kernels.bias_gradient import _d_scores
+from limelight.kernels.bias_gradient import gradient_of_scores, outwards
 from limelight.kernels.scores import matrix_of
 from limelight.kernels.tiles import head_of, load_or, load_rows, padded
 
@@ -31,7 +31,7 @@ def band_gradients(
     """
     part = tl.program_id(0) % diagonals.parts
     head = tl.program_id(0) // diagonals.parts % sizes.q_heads
-    diagonal = _outwards(tl.program_id(0) // diagonals.parts // sizes.q_heads, diagonals.count)
+    diagonal = outwards(tl.program_id(0) // diagonals.parts // sizes.q_heads, diagonals.count)
     offset = (diagonals.first + diagonal) * TILE_N
     first_tile = tl.maximum(-(diagonals.first + diagonal), 0)
     stop_tile = tl.minimum(tl.cdiv(sizes.q_len, TILE_M), tl.cdiv(sizes.kv_len - offset, TILE_N))
@@ -45,7 +45,7 @@ def band_gradients(
         q_head = head_of(query, strides.query, batch, head)
         for tile in tl.range(first_tile, stop_tile):
             first_row = tile * TILE_M
-            d_scores = _d_scores(
+            d_scores = gradient_of_scores(
                 query, key, value, d_out, row_numbers, masks, biases, first_row, first_row + offset,
                 offset, matrix, seed, strides, sizes, numbers, options, 0.0, HEAD_DIM, VALUE_DIM,
                 TILE_M, TILE_N, PARTIAL=True, ANYWHERE=False,
@@ -87,13 +87,6 @@ def band_gradients(
         tl.store(place, tl.sum(vectors, 0), mask=dim < HEAD_DIM)
         ends = tl.where(near_end, near_numbers, 0.0) + tl.where(far_end, far_numbers, 0.0)
         tl.store(numbers_band + 2 * TILE_N + end, tl.sum(ends, 0))
-
-
-@triton.jit
-def _outwards(place, count):
-    """The diagonals in order of length: from the middle one to both sides."""
-    half = (place + 1) // 2
-    return (count - 1) // 2 + tl.where(place % 2 == 1, half, -half)
 
 
 @triton.jit
