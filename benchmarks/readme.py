@@ -50,14 +50,21 @@ def cpu_table(results: dict[str, Any]) -> str:
 
 
 def gpu_table(results: dict[str, Any]) -> str:
-    about, cost = results["about"], results["call cost us"]
-    peers = ("limelight", "torch flash", "torch cudnn", "torch efficient", "flex")
+    about, cost = results["about"], results.get("call cost us")
+    peers = (
+        *("limelight", "hopper", "torch flash", "torch cudnn", "torch efficient"),
+        *("torch dense bias", "flex"),
+    )
+    peers = [
+        peer for peer in peers if any("forward ms" in row.get(peer, {}) for row in results["rows"])
+    ]
     lines = [
         f"## Measured, on one {about['device']}",
         "",
         f"{about['date']}, torch {about['torch']}, Triton {about['triton']}; milliseconds of "
         f"forward + backward, medians of {about['repeats']}, interleaved; batch 4 (float32: 2), "
-        "16 heads, length 4096, bfloat16 unless said. Each way was checked against float64 first.",
+        "16 heads, length 4096, bfloat16 unless said. Each way was checked against float64 first. "
+        "limelight is the backend flash.",
         "",
         f"| case | {' | '.join(peers)} |",
         f"|---|{'---|' * len(peers)}",
@@ -70,14 +77,18 @@ def gpu_table(results: dict[str, Any]) -> str:
             for peer in peers
         ]
         lines.append(f"| {row['case']} | {' | '.join(cells)} |")
-    lines += [
-        "",
-        "CPU time of a small eager call, microseconds: forward "
-        f"{cost['limelight forward']:.0f} (PyTorch {cost['torch default forward']:.0f}), forward "
-        f"and backward {cost['limelight forward and backward']:.0f} "
-        f"(PyTorch {cost['torch default forward and backward']:.0f}). Speed on every other GPU is "
-        "not measured.",
-    ]
+    words = []
+    if cost is not None:
+        words.append(
+            "CPU time of a small eager call, microseconds: forward "
+            f"{cost['limelight forward']:.0f} (PyTorch {cost['torch default forward']:.0f}), "
+            f"forward and backward {cost['limelight forward and backward']:.0f} "
+            f"(PyTorch {cost['torch default forward and backward']:.0f})."
+        )
+    if "left out" in about:
+        words.append(f"Left out: {about['left out']}.")
+    words.append("Speed on every other GPU is not measured.")
+    lines += ["", " ".join(words)]
     return "\n".join(lines)
 
 

@@ -6,7 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from limelight import ALiBi, Causal, DenseMask, Device, KeyLengths, Problem, explain
+from limelight import (
+    ALiBi,
+    Causal,
+    DenseMask,
+    Device,
+    KeyLengths,
+    Problem,
+    dispatch,
+    explain,
+    preference,
+)
 from limelight.backends import BACKENDS
 from limelight.devices import NAMED
 from limelight.preference import PREFERENCES, order
@@ -146,11 +156,24 @@ def test_an_order_has_every_backend_once(device):
 
 
 def test_preferences_say_where_they_come_from():
-    for preference in PREFERENCES:
-        assert {preference.first, preference.before} <= set(NAMES)
-        assert "measured" in preference.source
+    for each in PREFERENCES:
+        assert {each.first, each.before} <= set(NAMES)
+        assert "measured" in each.source
 
 
+@pytest.fixture
+def cudnn_first(monkeypatch):
+    """A preference, as a measurement would give it."""
+    first = preference.Preference(
+        "torch_cudnn", "flash", ((9, 0),), lambda p: p.dtype != "float32", "measured for this test"
+    )
+    monkeypatch.setattr(preference, "PREFERENCES", (first,))
+    dispatch.decide.cache_clear()
+    yield
+    dispatch.decide.cache_clear()
+
+
+@pytest.mark.usefixtures("cudnn_first")
 def test_explain_says_why_the_order_is_not_the_usual():
     choice = explain(problem())
     assert choice.backend == "torch_cudnn"
@@ -160,5 +183,6 @@ def test_explain_says_why_the_order_is_not_the_usual():
     assert explain(problem(dtype="float32")).order_source is None
 
 
+@pytest.mark.usefixtures("cudnn_first")
 def test_a_preferred_backend_that_cannot_run_gives_way():
     assert explain(problem(bias=ALiBi())).backend == "flash"
