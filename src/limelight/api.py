@@ -171,8 +171,9 @@ def precompile(
     """Compiles what a call and its gradients need, so that its first run, or a capture, does not.
 
     Lengths, batch sizes and numbers of heads are not compiled in: one call serves others that
-    differ in them alone. What is compiled is kept in memory and on disk; where the device is a GPU
-    of this machine it is loaded too, and the call can then be captured in a CUDA graph at once.
+    differ in them alone (but for float32 on Hopper, computed another way from 512 queries and keys
+    on). What is compiled is kept in memory and on disk; where the device is a GPU of this machine
+    it is loaded too, and the call can then be captured in a CUDA graph at once.
 
     Arguments:
         query, key, value, options: those of `attention`, with `requires_grad` set as it will be; or

@@ -149,8 +149,9 @@ _LEGACY = named_architectures("50 60 70 75 80 86 90")
 _WITH_VOLTA = named_architectures("70 75 80 86 90 100 120")
 _TURING_ON = named_architectures("75 80 86 90 100 120")
 
-# Of 2.9 to 2.15: read from the wheels (torch.version, torch._C._cuda_getArchFlags, cuDNN's own
-# version). Older: PyTorch's RELEASE.md and release notes; the rules were not checked there.
+# Of 2.10 and 2.12: read from the wheels (torch.version, torch._C._cuda_getArchFlags, cuDNN's own
+# version). The others: from PyTorch's RELEASE.md and release notes; before 2.9 the rules were not
+# checked.
 WHEELS = (
     Build((2, 0, 0), (11, 7), 8500, named_architectures("37 50 60 70 75 80 86")),
     Build((2, 1, 0), (12, 1), 8902, _LEGACY),
