@@ -1,0 +1,56 @@
+"""What plans share: how a call is cut into launches, and its biases with their gradients."""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import Any
+
+from limelight.call import Call, Gradients
+from limelight.kernels import arguments as args
+from limelight.kernels.configs import Config
+from limelight.kernels.launch import Launch
+
+
+def parameters_of(call: Call, gradients: Gradients) -> list[tuple[Any, Any]]:
+    """The biases, each with the entry of its tensor; of several, a tuple, None where all are."""
+    entries = iter(gradients.bias)
+    found = []
+    for child in args.bias_children(call.bias):
+        own = tuple(islice(entries, len(child.tensors())))
+        found.append((child, own[0] if len(own) == 1 else own if any(own) else None))
+    return found
+
+
+def dim_of(call: Call) -> int:
+    return max(call.query.shape[3], call.value.shape[3])
+
+
+def dims_of(call: Call) -> dict[str, int]:
+    return {"HEAD_DIM": call.query.shape[3], "VALUE_DIM": call.value.shape[3]}
+
+
+def tiles_of(length: int, tile: int) -> int:
+    return -(-length // tile)
+
+
+def tiled_launches(
+    kernel: Any, grid: int, arguments: dict[str, Any], dims: dict[str, int], config: Config
+) -> list[Launch]:
+    constants = {**dims, "TILE_M": config.rows, "TILE_N": config.keys}
+    return launches_of(kernel, grid, arguments, constants, config)
+
+
+def launches_of(
+    kernel: Any, grid: int, arguments: dict[str, Any], constants: dict[str, int], config: Config
+) -> list[Launch]:
+    """Nothing where there is nothing to write."""
+    launch = Launch(
+        kernel,
+        grid,
+        arguments,
+        constants,
+        config.num_warps,
+        config.num_stages,
+        config.max_registers,
+    )
+    return [launch] if grid else []
