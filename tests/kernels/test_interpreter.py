@@ -334,7 +334,7 @@ def test_query_start_under_biases_of_rows(bias: str, start: Any) -> None:
         ll.ShawRelative(random(70, 40), first=-40),
         ll.TransformerXLBias(random(4, 3, 40), random(1, 3)) + ll.ALiBi(torch.rand(4)),
     ],
-    ids=str,
+    ids=["decomposed", "shaw", "transformer xl"],
 )
 def test_biases_of_rows_in_half_precision(bias: ll.Bias) -> None:
     call = case(torch.float16, q_len=33, kv_len=31, heads=4, kv_heads=2, head_dim=40, value_dim=24)
