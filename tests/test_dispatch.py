@@ -476,3 +476,11 @@ def test_a_call_is_planned_anew_where_anything_differs():
             attention(q, k, v, **options)
         seen.append(calls[0].choice.problem)
     assert len(set(map(str, seen))) == len(variants)
+
+
+def test_positions_beyond_32_bits_stay_off_the_kernels_that_count_in_them():
+    near, far = (Problem.of(mask=Causal(), query_start=start) for start in (2**30, 2**31))
+    assert explain(near, device="A100").backend == "flash"
+    choice = explain(far, device="A100")
+    assert choice.backend == "tiled"
+    assert "counts positions in 32 bits" in [reason.rule for reason in choice.reasons["flash"]]

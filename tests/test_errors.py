@@ -478,6 +478,10 @@ def test_unknown_and_positional_options_are_refused():
         ({"scale": float("nan")}, "scale: found nan"),
         ({"mask": "causal"}, "mask: found str"),
         ({"mask": Causal(), "kv_len": 7}, "query_start"),
+        ({"q_len": -1}, "q_len: found -1"),
+        ({"batch": 1.5}, "batch: found 1.5"),
+        ({"gradients": "query"}, "gradients: found 'query'"),
+        ({"gradients": ("query", "bias.0")}, "gradients: found .*bias.0"),
     ],
 )
 def test_a_problem_by_hand_is_checked_too(fields, text):

@@ -80,6 +80,11 @@ def test_forward_mode_and_transforms_are_refused():
             attention(dual, k, v)
     with pytest.raises(NotImplementedError, match=r"torch\.func"):
         torch.func.grad(lambda q: attention(q, k, v).sum())(q)
+    attention(q, k, v, sinks=torch.zeros(4))  # a later call that looks like it skips its checks
+    with pytest.raises(NotImplementedError, match=r"torch\.func"):
+        torch.func.grad(lambda k: attention(q, k, v).sum())(k)
+    with pytest.raises(NotImplementedError, match=r"torch\.func"):
+        torch.func.vmap(lambda sinks: attention(q, k, v, sinks=sinks))(torch.zeros(2, 4))
 
 
 @pytest.mark.parametrize("width", [np.uint8(3), np.uint64(3), np.int32(3)], ids=repr)
@@ -103,6 +108,14 @@ def test_the_default_dtype_does_not_round_lists():
     finally:
         torch.set_default_dtype(torch.float32)
     assert torch.equal(found, right)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32, np.uint64])
+def test_unsigned_arrays_are_taken_as_tensors_are(dtype):
+    q, k, v = qkv(grad=False)
+    lengths = np.array([9, 4], dtype)
+    found = attention(q, k, v, mask=KeyLengths(lengths))
+    assert torch.equal(found, attention(q, k, v, mask=KeyLengths(torch.tensor([9, 4]))))
 
 
 def test_arrays_given_as_lengths_are_copied():

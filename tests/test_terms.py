@@ -686,6 +686,9 @@ def test_blocks_of_no_size_are_refused(size):
     [
         (lambda: RelativeBias(np.ones((4, 5)), 1.5), "RelativeBias first: found 1.5"),
         (lambda: RelativeBias(np.ones((4, 5)), True), "RelativeBias first: found True"),
+        (lambda: RelativeBias(np.ones((4, 5)), 2**31), "RelativeBias first: found 2147483648"),
+        (lambda: ShawRelative(np.ones((5, 8)), -(2**70)), "ShawRelative first: found -1180591"),
+        (lambda: T5Bias(np.ones((32, 4)), "no"), "T5Bias bidirectional: found 'no'"),
         (lambda: T5Bias(np.ones((32, 4)), max_distance=0), "T5Bias max_distance: found 0"),
         (lambda: RelativeBias2D(np.ones((21, 4)), 0, 4), "RelativeBias2D height: found 0"),
         (lambda: RelativeBias2D(np.ones((21, 4)), 4, 2.0), "RelativeBias2D width: found 2.0"),

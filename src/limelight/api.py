@@ -255,11 +255,13 @@ def explain_torch(
     >>> explain_torch(Problem.of(dtype="float16"), device="H100", version="2.13.0").backend
     'cudnn'
     """
-    here = Device.named(device) if isinstance(device, str) else device
+    here = device if device is None or isinstance(device, Device) else Device.named(device)
     if isinstance(query, (Problem, SDPA)):
-        if key is not None or value is not None or attn_mask is not None:
+        absent = all(each is None for each in (key, value, attn_mask, scale))
+        if not absent or dropout_p != 0.0 or is_causal or enable_gqa:
+            kind = type(query).__name__
             raise invalid_type(
-                "query", found=f"a {type(query).__name__} with tensors", needed="it alone"
+                "query", found=f"a {kind} with further arguments", needed=f"the {kind} alone"
             )
         call = query if isinstance(query, SDPA) else SDPA.from_problem(query)
         own = query.device if isinstance(query, Problem) else CPU

@@ -143,7 +143,7 @@ def backends(*names: str, in_order: bool = False) -> Iterator[None]:
     """
     global _allowed, _restrictions
     for name in names:
-        if name not in KNOWN:
+        if not isinstance(name, str) or name not in KNOWN:
             raise invalid("backends", found=repr(name), needed=f"one of {', '.join(KNOWN)}")
     if not names:
         raise invalid("backends", found="no name", needed=f"one or more of {', '.join(KNOWN)}")

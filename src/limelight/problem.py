@@ -125,6 +125,13 @@ class Problem:
         kv_heads = heads if kv_heads is None else kv_heads
         kv_len = q_len if kv_len is None else kv_len
         value_dim = head_dim if value_dim is None else value_dim
+        sizes = {
+            "batch": batch, "heads": heads, "kv_heads": kv_heads, "q_len": q_len,
+            "kv_len": kv_len, "head_dim": head_dim, "value_dim": value_dim,
+        }  # fmt: skip
+        for name, found in sizes.items():
+            if not is_integer(found) or found < 0:
+                raise invalid(name, found=repr(found), needed="an integer, 0 or more")
         bias = others.get("bias")
         if training:
             parameters = len(bias.tensors()) if bias is not None else 0
@@ -142,6 +149,7 @@ class Problem:
         self._check_tensors()
         self._check_numbers()
         self._check_terms()
+        self._check_gradients()
         scale = self.head_dim**-0.5 if self.scale is None else self.scale
         object.__setattr__(self, "scale", float(scale))
         object.__setattr__(self, "dropout_p", float(self.dropout_p))
@@ -339,6 +347,15 @@ class Problem:
                 found=f"None, with {self.q_len} queries, {self.kv_len} keys and {self.mask!r}",
                 needed="to say where the queries stand: query_start=0 (top-left: query 0 at "
                 'key 0) or "end" (bottom-right: the last query at the last key)',
+            )
+
+    def _check_gradients(self) -> None:
+        parameters = 0 if self.bias is None else len(self.bias.tensors())
+        sinks = () if self.sinks is None else ("sinks",)
+        known = ("query", "key", "value", *sinks, *(f"bias.{n}" for n in range(parameters)))
+        if not isinstance(self.gradients, tuple) or any(n not in known for n in self.gradients):
+            raise invalid(
+                "gradients", found=repr(self.gradients), needed=f"a tuple of {', '.join(known)}"
             )
 
 

@@ -235,6 +235,12 @@ def check_dtype(name: str, tensor: Any, kind: str) -> None:
         raise invalid(name, found=f"dtype {dtype}", needed=names[kind])
 
 
+def check_offset(name: str, offset: int | None) -> None:
+    """One that kernels can add to positions, which are 32-bit numbers."""
+    if offset is not None and abs(offset) > 2**30:
+        raise invalid(name, found=offset, needed="an offset within 30 bits")
+
+
 _DTYPES = {
     "bool": ("bool",),
     "int": ("int8", "int16", "int32", "int64", "uint8"),

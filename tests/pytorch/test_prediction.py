@@ -240,10 +240,15 @@ def test_switches_of_the_process_count():
     [
         ((np.zeros((1, 1, 2, 2)),) * 3, {}, "query"),
         ((Problem.of(), 1), {}, "query"),
+        ((Problem.of(),), {"is_causal": True}, "query"),
+        ((Problem.of(),), {"dropout_p": 0.5}, "query"),
+        ((SDPA.of((1, 2, 3, 4)),), {"scale": 2.0}, "query"),
         ((torch.zeros(1, 1, 2, 2), 3, 4), {}, "key"),
         ((Problem.of(),), {"version": "new"}, "version"),
         ((Problem.of(),), {"version": "1.13"}, "version"),
+        ((Problem.of(),), {"version": 2.13}, "version"),
         ((Problem.of(),), {"device": "GTX 999"}, "device"),
+        ((Problem.of(),), {"device": torch.device("cpu")}, "device"),
         ((torch.zeros(2, 2).to_sparse(),) * 3, {}, "query"),
     ],
 )

@@ -84,6 +84,12 @@ def fused_reasons(problem: Problem) -> list[Reason]:
             ", ".join(map(repr, bare)),
             "",
         ),
+        (
+            p.start is not None and abs(p.start) > 2**30,
+            "counts positions in 32 bits",
+            f"query_start={p.start}",
+            "count them from nearer by",
+        ),
     )
     return [Reason(rule, str(found), lift) for against, rule, found, lift in rules if against]
 

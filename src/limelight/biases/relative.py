@@ -17,6 +17,7 @@ from typing import Any, ClassVar, NamedTuple
 from limelight._jit import jit, tl
 from limelight.biases.table import TableBias
 from limelight.errors import invalid, is_integer
+from limelight.terms import check_offset
 from limelight.tile import Size
 
 
@@ -39,6 +40,7 @@ class RelativeBias(TableBias):
     def __post_init__(self) -> None:
         if self.first is not None and not is_integer(self.first):
             raise invalid("RelativeBias first", found=self.first, needed="an integer, or None")
+        check_offset("RelativeBias first", self.first)
 
     def check(self, size: Size) -> None:
         super().check(size)

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from limelight._jit import jit, tl
 from limelight.biases.base import Bias, GradientKind
 from limelight.errors import invalid, invalid_type, is_integer
-from limelight.terms import check_dtype
+from limelight.terms import check_dtype, check_offset
 from limelight.tile import Size, Tile
 
 if TYPE_CHECKING:
@@ -72,9 +72,10 @@ class _RelativeKeys(Bias):
         return -(self._table().shape[-2] // 2) if self.first is None else self.first
 
     def __post_init__(self) -> None:
+        name = f"{type(self).__name__} first"
         if self.first is not None and not is_integer(self.first):
-            name = f"{type(self).__name__} first"
             raise invalid_type(name, found=repr(self.first), needed="an integer or None")
+        check_offset(name, self.first)
 
     def query_dim(self) -> int:
         return self._table().shape[-1]

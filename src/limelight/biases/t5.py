@@ -49,6 +49,9 @@ class T5Bias(TableBias):
     heads_last: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        if not isinstance(self.bidirectional, bool):
+            found = repr(self.bidirectional)
+            raise invalid("T5Bias bidirectional", found=found, needed="True or False")
         if not is_integer(self.max_distance) or self.max_distance < 1:
             raise invalid("T5Bias max_distance", found=self.max_distance, needed="1 or more tokens")
 

@@ -121,7 +121,7 @@ def parsed(version: str) -> Version:
     >>> parsed("2.11.0+cu130"), parsed("2.9")
     ((2, 11, 0), (2, 9, 0))
     """
-    found = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", version)
+    found = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", version) if isinstance(version, str) else None
     if found is None:
         raise invalid("version", found=repr(version), needed='a version of PyTorch, as "2.13.0"')
     major, minor, patch = found.groups(default="0")

@@ -20,6 +20,7 @@ from limelight.dispatch import Choice, allowed
 from limelight.errors import invalid, invalid_type
 from limelight.problem import Layout, row_alignment
 
+_NO_TRANSFORMS = "limelight does not run under torch.func transforms"
 _PLANS = 4096  # choices kept by what was seen of the tensors, before a Problem is even made
 
 
@@ -46,7 +47,7 @@ class TorchAdapter(Adapter):
                 # Python's numbers have no dtype, and torch's default may be half precision.
                 wide = torch.float64 if like.dtype == torch.float64 else torch.float32
                 return torch.tensor(value, dtype=wide, device=like.device)
-            return tensor
+            value = tensor
         self._check_tensor(name, value, like)
         if value.dtype in (torch.uint8, torch.uint16, torch.uint32, torch.uint64):
             return value.to(torch.int64)  # unsigned numbers wrap around when subtracted
@@ -78,6 +79,8 @@ class TorchAdapter(Adapter):
         shape = tuple(array.shape)
         if is_fake(array):  # no address, and sizes that may be symbols
             return Layout(shape, strides, self.dtype(array))
+        if is_functorch_wrapped_tensor(array):  # no address either
+            raise NotImplementedError(_NO_TRANSFORMS)
         alignment = row_alignment(array.data_ptr(), shape, strides, array.element_size())
         return Layout(shape, strides, self.dtype(array), alignment)
 
@@ -241,7 +244,7 @@ def _refuse_transforms(query: Tensor) -> None:
     if forward_ad._current_level >= 0:
         raise NotImplementedError("limelight has no forward-mode derivative")
     if is_functorch_wrapped_tensor(query):
-        raise NotImplementedError("limelight does not run under torch.func transforms")
+        raise NotImplementedError(_NO_TRANSFORMS)
 
 
 def _is_traced(query: Tensor) -> bool:
