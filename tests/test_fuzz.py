@@ -221,7 +221,7 @@ def calls(draw, dtypes=DTYPES, lengths=LENGTHS):
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=SLOW)
+@settings(max_examples=60, deadline=None, suppress_health_check=SLOW)
 @given(calls())
 def test_every_backend_agrees_with_the_oracle(call):
     inputs, options = call

@@ -36,11 +36,11 @@ print(run({length}))
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
 @pytest.mark.slow
-def test_alibi_forward_and_backward_of_8192_tokens_take_little_memory():
-    """Two heads' scores alone would be 512 MB. Outputs and gradients are 16 MB."""
+def test_alibi_forward_and_backward_of_4096_tokens_take_little_memory():
+    """Two heads' scores alone would be 128 MB. Outputs and gradients are 8 MB."""
     environment = os.environ | {"OMP_NUM_THREADS": "2"}
     done = subprocess.run(
-        [sys.executable, "-c", MEASURE.replace("{length}", "8192")],
+        [sys.executable, "-c", MEASURE.replace("{length}", "4096")],
         env=environment,
         capture_output=True,
         text=True,
@@ -48,4 +48,4 @@ def test_alibi_forward_and_backward_of_8192_tokens_take_little_memory():
     )
     assert done.returncode == 0, done.stderr
     peak = float(done.stdout)
-    assert 15 < peak < 100, f"{peak:.0f} MB"
+    assert 7 < peak < 60, f"{peak:.0f} MB"
