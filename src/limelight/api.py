@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from limelight.adapters import adapter_for, adapter_of
 from limelight.adapters.base import Adapter, Arguments
@@ -16,10 +16,11 @@ from limelight.dispatch import KNOWN, Choice, allowed, choose, decide
 from limelight.errors import invalid, invalid_type
 from limelight.masks import Causal, DenseMask, Mask
 from limelight.problem import DTYPES, Problem
-from limelight.pytorch import SDPA, Build, Prediction, predict
-from limelight.pytorch.builds import installed
 from limelight.terms import check_broadcastable
 from limelight.tile import Size
+
+if TYPE_CHECKING:
+    from limelight.pytorch import Build, Prediction
 
 
 def attention(
@@ -255,6 +256,9 @@ def explain_torch(
     >>> explain_torch(Problem.of(dtype="float16"), device="H100", version="2.13.0").backend
     'cudnn'
     """
+    from limelight.pytorch import SDPA, Build, predict
+    from limelight.pytorch.builds import installed
+
     here = device if device is None or isinstance(device, Device) else Device.named(device)
     if isinstance(query, (Problem, SDPA)):
         absent = all(each is None for each in (key, value, attn_mask, scale))

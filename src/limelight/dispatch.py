@@ -15,7 +15,6 @@ from limelight import preference
 from limelight.backends import BACKENDS, Backend, Reason
 from limelight.errors import NoBackendError, invalid
 from limelight.problem import ITEM_BYTES, Problem
-from limelight.pytorch import SDPA, Build, cards, predict
 from limelight.tuning import TileConfig
 
 KNOWN = {backend.name: backend for backend in BACKENDS}
@@ -40,6 +39,8 @@ class Choice:
     @property
     def notes(self) -> tuple[str, ...]:
         """What else a user should know about how the problem runs."""
+        from limelight.pytorch import cards
+
         notes = [*cards.notes(self.problem.device)]
         if notes:
             notes += _on_an_old_card(self.problem, self.backend)
@@ -78,6 +79,8 @@ class Choice:
 
 def _on_an_old_card(problem: Problem, backend: str | None) -> list[str]:
     """How much memory the scores take or would take, and what PyTorch's own function would do."""
+    from limelight.pytorch import SDPA, Build, predict
+
     scores = math.prod(problem.size) * ITEM_BYTES[problem.dtype] / 2**20
     notes = [f"memory grows with the length; all scores at once would take {scores:.0f} MiB"]
     if backend == "math":

@@ -7,7 +7,6 @@ from typing import Any
 from limelight.backends.base import Backend, Reason
 from limelight.call import Call, Gradients
 from limelight.problem import Problem
-from limelight.pytorch import handover
 
 
 class TorchEfficient(Backend):
@@ -15,6 +14,8 @@ class TorchEfficient(Backend):
     summary = "memory-efficient attention (CUTLASS) through PyTorch, O(L) memory"
 
     def why_not(self, problem: Problem) -> list[Reason]:
+        from limelight.pytorch import handover  # 25 ms to import
+
         return handover.why_not("efficient", problem)
 
     def forward(self, call: Call) -> tuple[Any, Any]:
