@@ -304,7 +304,7 @@ def test_scales(scale: float) -> None:
     check(case(scale=scale, mask=ll.Causal()))
 
 
-@pytest.mark.parametrize("start", [16, -5, torch.tensor([-5, 16])], ids=str)
+@pytest.mark.parametrize("start", [-5, torch.tensor([-5, 16])], ids=str)
 @pytest.mark.parametrize("mask", ["causal", "window", "documents", "packed", "blocks or window"])
 def test_query_start(mask: str, start: Any) -> None:
     check(case(mask=MASKS[mask], query_start=start))
@@ -321,9 +321,9 @@ def test_windows(height: int, width: int, q_len: int, start: Any) -> None:
     check(case(batch=3, q_len=q_len, kv_len=height * width, query_start=start, bias=bias))
 
 
-@pytest.mark.parametrize("start", [16, torch.tensor([-5, 16])], ids=str)
 @pytest.mark.parametrize("bias", ["shaw", "transformer xl", "decomposed"])
-def test_query_start_under_biases_of_rows(bias: str, start: Any) -> None:
+def test_query_start_under_biases_of_rows(bias: str) -> None:
+    start = torch.tensor([-5, 16])
     check(case(query_start=start, bias=BIASES[bias], mask=MASKS["causal"]))
 
 
@@ -384,8 +384,9 @@ def test_sinks() -> None:
     check(case(sinks=random(HEADS), mask=lengths(20, 0)))
 
 
-@pytest.mark.parametrize("dropout_p", [0.3, 1.0])
-@pytest.mark.parametrize("seed", [-(2**63) + 12345, torch.tensor([2**40 + 1])], ids=str)
+@pytest.mark.parametrize(
+    ("dropout_p", "seed"), [(1.0, -(2**63) + 12345), (0.3, torch.tensor([2**40 + 1]))], ids=str
+)
 def test_dropout(dropout_p: float, seed: Any) -> None:
     check(case(dropout_p=dropout_p, seed=seed, mask=ll.Causal(), bias=BIASES["dense per head"]))
 
@@ -413,14 +414,13 @@ def test_strided_views() -> None:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("poison", [math.nan, math.inf])
-def test_keys_that_nobody_sees_may_hold_anything(hidden: dict[str, Any], poison: float) -> None:
+def test_keys_that_nobody_sees_may_hold_anything(hidden: dict[str, Any]) -> None:
     call = case(kv_heads=HEADS, **hidden)
     visible = _visible(call)
     unseen = ~visible.any(axis=2)
     assert unseen.any()
     for tensor in (call.key, call.value):
-        tensor[torch.from_numpy(unseen)] = poison
+        tensor[torch.from_numpy(unseen)] = math.nan
     check(call)
 
 
