@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,6 +20,13 @@ class Gradients(NamedTuple):
     value: Any
     sinks: Any
     bias: tuple[Any, ...]  # one per tensor of the bias
+
+    @classmethod
+    def named(cls, names: Collection[str], bias: Bias | None) -> Gradients:
+        """Booleans: true for the entries of these names, as `Problem.gradients` has them."""
+        parameters = 0 if bias is None else len(bias.tensors())
+        plain = (name in names for name in cls._fields[:4])
+        return cls(*plain, bias=tuple(f"bias.{n}" in names for n in range(parameters)))
 
     def names(self) -> tuple[str, ...]:
         """The names, as `Problem.gradients` has them, of the entries that are true."""

@@ -21,11 +21,11 @@ class TorchEfficient(Backend):
     def forward(self, call: Call) -> tuple[Any, Any]:
         from limelight.kernels import torch_operators
 
-        return torch_operators.efficient_forward(call)
+        return torch_operators.forward("efficient", call)
 
     def backward(
         self, call: Call, out: Any, lse: Any, d_out: Any, d_lse: Any, wanted: Gradients
     ) -> Gradients:
         from limelight.kernels import torch_operators
 
-        return torch_operators.efficient_backward(call, out, lse, d_out, d_lse, wanted)
+        return torch_operators.backward("efficient", call, out, lse, d_out, d_lse, wanted)

@@ -21,11 +21,11 @@ class TorchFlash(Backend):
     def forward(self, call: Call) -> tuple[Any, Any]:
         from limelight.kernels import torch_operators
 
-        return torch_operators.flash_forward(call)
+        return torch_operators.forward("flash", call)
 
     def backward(
         self, call: Call, out: Any, lse: Any, d_out: Any, d_lse: Any, wanted: Gradients
     ) -> Gradients:
         from limelight.kernels import torch_operators
 
-        return torch_operators.flash_backward(call, out, lse, d_out, d_lse, wanted)
+        return torch_operators.backward("flash", call, out, lse, d_out, d_lse, wanted)

@@ -20,6 +20,7 @@ from limelight.kernels.bias_gradient import (
 )
 from limelight.kernels.configs import Config
 from limelight.kernels.cut import (
+    config_of,
     dim_of,
     dims_of,
     launches_of,
@@ -43,7 +44,7 @@ def scratch(call: Call, wanted: Gradients, capability: int) -> dict[str, Shape]:
         needed["windows"] = Shape(shape, "float32")
         needed["key_ranges"] = Shape((batch, tiles_of(q_len, config.rows), 4), "int32")
     if "pair" in kinds:
-        parts = _pair_parts(call, _dense_config(call, capability, item))
+        parts = _pair_parts(call, config_of(call, configs.dense_gradient, capability, item))
         needed["pair_sums"] = Shape((parts.count.value, heads, q_len, kv_len), "float32")
     if "vectors" in kinds:
         config = configs.reading(capability, item, dim_of(call))
@@ -66,7 +67,7 @@ def backward(
     """memory: what `scratch` asked for."""
     launches: list[Launch] = []
     item = ITEM_BYTES[call.query.dtype]
-    dense = _dense_config(call, capability, item)
+    dense = config_of(call, configs.dense_gradient, capability, item)
     for child, gradient in parameters_of(call, gradients):
         if gradient is not None and child.gradient == "dense":
             launches += _dense_gradient(call, gradient, shared, scalars, dense)
@@ -326,11 +327,6 @@ def _vector_gradients(
         grid = heads * bias[0].entries.value
         launches += launches_of(fold_bands, grid, arguments, constants, configs.FOLD_BANDS)
     return launches
-
-
-def _dense_config(call: Call, capability: int, item: int) -> Config:
-    reading = call.bias is not None and call.bias.reads_query()
-    return (configs.reading if reading else configs.dense_gradient)(capability, item, dim_of(call))
 
 
 def _offset_config(call: Call, capability: int, item: int) -> Config:

@@ -185,9 +185,13 @@ def key_gradients(capability: int, item_bytes: int, dim: int) -> Config:
     return _find(_KEYS, capability, item_bytes, dim)
 
 
-def query_gradient(capability: int, item_bytes: int, dim: int, offsets: bool = False) -> Config:
-    """offsets: whether a bias depends on the offset alone."""
-    return _find(_QUERIES_OF_OFFSETS if offsets else _QUERIES, capability, item_bytes, dim)
+def query_gradient(capability: int, item_bytes: int, dim: int) -> Config:
+    return _find(_QUERIES, capability, item_bytes, dim)
+
+
+def query_gradient_of_offsets(capability: int, item_bytes: int, dim: int) -> Config:
+    """Where a bias depends on the offset alone."""
+    return _find(_QUERIES_OF_OFFSETS, capability, item_bytes, dim)
 
 
 def row_numbers(capability: int, item_bytes: int, dim: int) -> Config:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
 from limelight.call import Call, Gradients
 from limelight.kernels import arguments as args
+from limelight.kernels import configs
 from limelight.kernels.configs import Config
 from limelight.kernels.launch import Launch
 
@@ -23,6 +25,15 @@ def parameters_of(call: Call, gradients: Gradients) -> list[tuple[Any, Any]]:
 
 def dim_of(call: Call) -> int:
     return max(call.query.shape[3], call.value.shape[3])
+
+
+def config_of(
+    call: Call, table: Callable[[int, int, int], Config], capability: int, item: int
+) -> Config:
+    """The line of a table of `configs`, or that of every kernel where a bias reads the query."""
+    if call.bias is not None and call.bias.reads_query():
+        table = configs.reading
+    return table(capability, item, dim_of(call))
 
 
 def dims_of(call: Call) -> dict[str, int]:

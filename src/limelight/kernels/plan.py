@@ -16,6 +16,7 @@ from limelight.kernels import bias_plan, configs, variants
 from limelight.kernels.backward import SLOPE_ROWS, key_gradients, query_gradient
 from limelight.kernels.configs import Config
 from limelight.kernels.cut import (
+    config_of,
     dim_of,
     dims_of,
     launches_of,
@@ -55,7 +56,7 @@ def forward(
     size = call.size
     launches = variants.splitting(call, None, memory)
     for variant in variants.of(call, None, memory, capability, allow_tf32):
-        cut = config or _config(call, configs.forward, capability, variant)
+        cut = config or config_of(call, configs.forward, capability, variant.item)
         arguments = {
             "query": variant.query,
             "key": variant.key,
@@ -124,16 +125,15 @@ def backward(
     launches += variants.splitting(call, d_out, memory)
     found = variants.of(call, d_out, memory, capability, allow_tf32)
     offsets = any(child.gradient == "offset" for child in args.bias_children(call.bias))
+    of_queries = configs.query_gradient_of_offsets if offsets else configs.query_gradient
     for variant in found:
         shared = {**_shared(call, variant, memory), "units": variant.units}
         scalars = _scalars(call, variant, written)
         if gradients.key is not None or gradients.value is not None:
-            config = _config(call, configs.key_gradients, capability, variant)
+            config = config_of(call, configs.key_gradients, capability, variant.item)
             launches += _key_gradients(call, gradients, shared, scalars, config)
         if gradients.query is not None or any(adding.head + adding.rows):
-            config = _config(
-                call, lambda a, b, c: configs.query_gradient(a, b, c, offsets), capability, variant
-            )
+            config = config_of(call, of_queries, capability, variant.item)
             if any(adding.rows):  # their sums need registers
                 config = replace(config, max_registers=None)
             launches += _query_gradient(call, gradients, sums, adding, shared, scalars, config)
@@ -291,9 +291,3 @@ def _row_gradients(call: Call, gradients: Gradients) -> tuple[Any, ...]:
 
 def _sinks(call: Call) -> Array:
     return null(call.query.dtype) if call.sinks is None else call.sinks
-
-
-def _config(call: Call, table: Any, capability: int, variant: Variant) -> Config:
-    """table: one of those of `configs`."""
-    reading = call.bias is not None and call.bias.reads_query()
-    return (configs.reading if reading else table)(capability, variant.item, dim_of(call))

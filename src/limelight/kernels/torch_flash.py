@@ -165,10 +165,7 @@ def precompile(call: Call, planned: Planned = plan.forward) -> None:
     names = call.problem.gradients
     if names:
         out, lse = made[:2]
-        query, key, value, sinks = (name in names for name in Gradients._fields[:4])
-        parameters = range(len(call.bias.tensors()) if call.bias is not None else 0)
-        bias = tuple(f"bias.{n}" in names for n in parameters)
-        wanted = Gradients(query, key, value, sinks, bias)
+        wanted = Gradients.named(names, call.bias)
         _, to_fill = _to_fill(call, wanted)
         # Where the caller gets the LSE, a gradient of it may arrive or not.
         for d_lse in ([], [lse]) if call.problem.return_lse else ([],):

@@ -26,14 +26,23 @@ _efficient_backward = _aten._scaled_dot_product_efficient_attention_backward.def
 _cudnn_backward = _aten._scaled_dot_product_cudnn_attention_backward.default
 
 
-def flash_forward(call: Call) -> tuple[Tensor, Tensor]:
-    """out [B, H, M, E] and the LSE [B, H, M], float32; of the others here too."""
-    causal = handover.is_causal("flash", call.problem)
-    found = _flash(call.query, call.key, call.value, 0.0, causal, scale=call.scale)
-    return found[0], found[1]
+def forward(kind: str, call: Call) -> tuple[Tensor, Tensor]:
+    """out [B, H, M, E] and the LSE [B, H, M], float32. kind: "flash", "efficient" or "cudnn"."""
+    inputs, scale = (call.query, call.key, call.value), call.scale
+    causal = handover.is_causal(kind, call.problem)
+    if kind == "flash":
+        out, lse, *_ = _flash(*inputs, 0.0, causal, scale=scale)
+    elif kind == "efficient":
+        out, lse, *_ = _efficient(*inputs, None, True, 0.0, causal, scale=scale)
+        lse = lse[:, :, : call.size.q_len]  # its rows are padded
+    else:
+        out, lse, *_ = _cudnn(*inputs, None, True, 0.0, causal, scale=scale)
+        lse = lse.squeeze(-1)
+    return out, lse
 
 
-def flash_backward(
+def backward(
+    kind: str,
     call: Call,
     out: Tensor,
     lse: Tensor,
@@ -41,106 +50,32 @@ def flash_backward(
     d_lse: Tensor | None,
     wanted: Gradients,
 ) -> Gradients:
+    """The wanted gradients. kind: as for the forward."""
     if d_out is None or d_lse is not None:
         return tiled.backward(call, TILED, out, lse, d_out, d_lse, wanted)
-    state = _no_state(call.query.device)
-    size = call.size
-    causal = handover.is_causal("flash", call.problem)
-    gradients = _flash_backward(
-        *_arrived(call, out, d_out),
-        lse,
-        None,
-        None,
-        size.q_len,
-        size.kv_len,
-        0.0,
-        causal,
-        state,
-        state,
-        scale=call.scale,
+    out, d_out = _regular(out.to(call.query.dtype)), _regular(d_out)
+    inputs, scale = (call.query, call.key, call.value), call.scale
+    lengths = (call.size.q_len, call.size.kv_len)
+    causal = handover.is_causal(kind, call.problem)
+    states = (_no_state(call.query.device),) * 2
+    if kind == "flash":
+        found = _flash_backward(
+            d_out, *inputs, out, lse, None, None, *lengths, 0.0, causal, *states, scale=scale
+        )
+    elif kind == "efficient":
+        lse, needed = _padded_rows(lse), [True, True, True, False]
+        found = _efficient_backward(
+            d_out, *inputs, None, out, lse, *states, 0.0, needed, causal, scale=scale
+        )
+    else:
+        lse, nothing = lse.unsqueeze(-1), (None, None, None)
+        found = _cudnn_backward(
+            d_out, *inputs, out, lse, *states, *nothing, *lengths, 0.0, causal, scale=scale
+        )
+    query, key, value = (
+        gradient if want else None for gradient, want in zip(found[:3], wanted[:3], strict=True)
     )
-    return _gradients(gradients, wanted)
-
-
-def efficient_forward(call: Call) -> tuple[Tensor, Tensor]:
-    causal = handover.is_causal("efficient", call.problem)
-    found = _efficient(call.query, call.key, call.value, None, True, 0.0, causal, scale=call.scale)
-    return found[0], found[1][:, :, : call.size.q_len]  # the LSE's rows are padded
-
-
-def efficient_backward(
-    call: Call,
-    out: Tensor,
-    lse: Tensor,
-    d_out: Tensor | None,
-    d_lse: Tensor | None,
-    wanted: Gradients,
-) -> Gradients:
-    if d_out is None or d_lse is not None:
-        return tiled.backward(call, TILED, out, lse, d_out, d_lse, wanted)
-    d_out, query, key, value, out = _arrived(call, out, d_out)
-    state = _no_state(call.query.device)
-    causal = handover.is_causal("efficient", call.problem)
-    gradients = _efficient_backward(
-        d_out,
-        query,
-        key,
-        value,
-        None,
-        out,
-        _padded_rows(lse),
-        state,
-        state,
-        0.0,
-        [True, True, True, False],
-        causal,
-        scale=call.scale,
-    )
-    return _gradients(gradients[:3], wanted)
-
-
-def cudnn_forward(call: Call) -> tuple[Tensor, Tensor]:
-    causal = handover.is_causal("cudnn", call.problem)
-    found = _cudnn(call.query, call.key, call.value, None, True, 0.0, causal, scale=call.scale)
-    return found[0], found[1].squeeze(-1)
-
-
-def cudnn_backward(
-    call: Call,
-    out: Tensor,
-    lse: Tensor,
-    d_out: Tensor | None,
-    d_lse: Tensor | None,
-    wanted: Gradients,
-) -> Gradients:
-    if d_out is None or d_lse is not None:
-        return tiled.backward(call, TILED, out, lse, d_out, d_lse, wanted)
-    state = _no_state(call.query.device)
-    size = call.size
-    causal = handover.is_causal("cudnn", call.problem)
-    gradients = _cudnn_backward(
-        *_arrived(call, out, d_out),
-        lse.unsqueeze(-1),
-        state,
-        state,
-        None,
-        None,
-        None,
-        size.q_len,
-        size.kv_len,
-        0.0,
-        causal,
-        scale=call.scale,
-    )
-    return _gradients(gradients, wanted)
-
-
-def _arrived(
-    call: Call, out: Tensor, d_out: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """d_out, query, key, value and out, each as the kernels need them laid out."""
-    out = _regular(out.to(call.query.dtype))
-    return _regular(d_out), call.query, call.key, call.value, out
+    return Gradients(query, key, value, None, (None,) * len(wanted.bias))
 
 
 def _regular(tensor: Tensor) -> Tensor:
@@ -159,13 +94,6 @@ def _padded_rows(lse: Tensor) -> Tensor:
     if length % 32 == 0:
         return lse.contiguous()
     return torch.nn.functional.pad(lse, (0, -length % 32), value=torch.inf)
-
-
-def _gradients(found: tuple[Tensor, ...], wanted: Gradients) -> Gradients:
-    query, key, value = (
-        gradient if want else None for gradient, want in zip(found, wanted[:3], strict=False)
-    )
-    return Gradients(query, key, value, None, (None,) * len(wanted.bias))
 
 
 @cache

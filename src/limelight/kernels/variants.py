@@ -12,6 +12,7 @@ from typing import NamedTuple
 from limelight.call import Call
 from limelight.kernels import arguments as args
 from limelight.kernels import configs
+from limelight.kernels.cut import dim_of, tiles_of
 from limelight.kernels.halves import Whole, measure_peaks, split_into_halves
 from limelight.kernels.launch import Array, Launch, Shape, i32
 
@@ -60,9 +61,8 @@ def of(
 def are_halves(call: Call, capability: int, allow_tf32: bool) -> bool:
     if call.bias is not None and call.bias.makes_products():  # of whole numbers
         return False
-    dim = max(call.query.shape[3], call.value.shape[3])
     lengths = (call.size.q_len, call.size.kv_len)
-    return configs.in_halves(call.query.dtype, capability, dim, lengths, allow_tf32)
+    return configs.in_halves(call.query.dtype, capability, dim_of(call), lengths, allow_tf32)
 
 
 def scratch(call: Call, *, with_d_out: bool) -> dict[str, Shape]:
@@ -73,7 +73,7 @@ def scratch(call: Call, *, with_d_out: bool) -> dict[str, Shape]:
         shapes["d_out"] = (*call.query.shape[:3], call.value.shape[3])
     needed = {"units": Shape((batch, kv_heads, 4), "float32")}
     for name, (_, heads, length, dim) in shapes.items():
-        blocks = heads // kv_heads * _tiles(length)
+        blocks = heads // kv_heads * tiles_of(length, configs.SPLIT.rows)
         needed[f"{name}_halves"] = Shape((batch, heads, length, 2 * dim), "float16")
         needed[f"{name}_peaks"] = Shape((batch, kv_heads, blocks, 2), "float32")
     return needed
@@ -113,7 +113,3 @@ def splitting(call: Call, d_out: Array | None, memory: dict[str, Array]) -> list
         Launch(measure_peaks, grid, measured, constants, warps, num_stages=1),
         Launch(split_into_halves, grid, written, constants, warps, num_stages=1),
     ]
-
-
-def _tiles(length: int) -> int:
-    return -(-length // configs.SPLIT.rows)

@@ -152,8 +152,7 @@ class TorchAdapter(Adapter):
         a, restriction = arguments, allowed()
         choice = self._seen(a, restriction) if a.seed is None else None
         if choice is None:
-            a = self.prepared(a)
-            choice = self.choice(a, restriction)
+            return self.planned(self.prepared(a), restriction)
         return self.plan_type(self.call(a, choice.problem), choice)
 
     def choice(self, a: Arguments, restriction: tuple[str, ...] | None) -> Choice:

@@ -184,11 +184,7 @@ def _attention_backward(
 ) -> list[Tensor]:
     plan = _plan(tensors, spec, start, scale, softcap, dropout_p)
     names = {name for name, need in zip(_parsed(spec)["tensors"], needs, strict=True) if need}
-    parameters = plan.call.bias.tensors() if plan.call.bias is not None else ()
-    wanted = Gradients(
-        *(name in names for name in ("query", "key", "value", "sinks")),
-        bias=tuple(f"bias.{n}" in names for n in range(len(parameters))),
-    )
+    wanted = Gradients.named(names, plan.call.bias)
     gradients = plan.backward(out, lse, d_out, d_lse, wanted)
     promises = [torch.empty_like(t) for t, need in zip(tensors, needs, strict=True) if need]
     return [

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from limelight.call import Call
 from limelight.kernels import arguments as args
+from limelight.kernels.cut import dim_of, tiles_of
 from limelight.kernels.hopper import configs
 from limelight.kernels.hopper.configs import Config
 from limelight.kernels.hopper.forward import forward as kernel
@@ -62,10 +63,9 @@ def forward(
 ) -> list[Launch]:
     """As plan.forward; no memory is used. programs: instead of the device's multiprocessors."""
     size = call.size
-    dim = max(call.query.shape[3], call.value.shape[3])
     plain = call.bias is None and call.softcap is None
-    config = config or configs.forward(dim, plain)
-    tiles = -(-size.q_len // config.rows)
+    config = config or configs.forward(dim_of(call), plain)
+    tiles = tiles_of(size.q_len, config.rows)
     items = tiles * size.q_heads * size.batch
     beside = tiles if call.mask is None else min(tiles, _BESIDE)
     terms = args.terms(call, "")
