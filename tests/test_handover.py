@@ -77,14 +77,15 @@ def test_plain_and_causal_problems_are_taken(name, options):
         ({"device": Device.named("CPU")}, "NVIDIA"),
         ({"device": Device.named("GTX 1080")}, "machine code"),
         ({"batch": 70_000, "heads": 1, "q_len": 2}, "65535"),
-        ({"head_dim": 100}, "head_dim"),
+        ({"head_dim": 98}, "head_dim"),
     ],
     ids=str,
 )
 def test_what_would_come_out_different_is_refused(name, options, word):
-    if name == "torch_efficient" and options.get("head_dim") == 100:
-        options = {"head_dim": 98}
-        word = "multiples"
+    if options.get("head_dim") == 98:
+        if name == "torch_flash":
+            pytest.skip("pads head_dim")
+        word = "multiples" if name == "torch_efficient" else word
     assert any(word in rule for rule in why_not(name, **options)), why_not(name, **options)
 
 

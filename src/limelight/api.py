@@ -347,6 +347,9 @@ def _four_dimensions(
     for name, array in arrays:
         if not adapter.is_array(array):
             raise invalid_type(name, found=type(array).__name__, needed=adapter.array_type)
+    if attn_mask is None and len(query.shape) == 4 and query.shape == key.shape == value.shape:
+        return query, key, value, None, None
+    for name, array in arrays:
         if len(array.shape) < 2:
             raise invalid(
                 name, found=f"shape {tuple(array.shape)}", needed="at least two dimensions"

@@ -161,6 +161,7 @@ def compiled_for(target: tuple[int, int]) -> Iterator[None]:
 
     target: compute capability, such as (7, 5).
     """
+    from limelight.adapters.torch.adapter import ADAPTER
     from limelight.kernels import program, torch_flash
     from limelight.launcher import Cache, Kernel, cache
 
@@ -171,6 +172,7 @@ def compiled_for(target: tuple[int, int]) -> Iterator[None]:
             (program, "default_cache", lambda: own),
             (torch_flash, "default_cache", lambda: own),
             (torch_flash, "_prepared", OrderedDict()),
+            (ADAPTER, "_seen", {}),
             (torch_flash, "_target", lambda call: target),
         ):
             stack.enter_context(mock.patch.object(owner, name, replacement))

@@ -6,6 +6,7 @@ and kept on disk, launched through the CUDA driver.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -73,6 +74,9 @@ class Flash(Backend):
 
     def forward(self, call: Call) -> tuple[Any, Any]:
         return _kernels().forward(call)
+
+    def shortcut(self, call: Call) -> Callable[[Any, Any, Any], Any]:
+        return _kernels().shortcut(call)
 
     def backward(
         self, call: Call, out: Any, lse: Any, d_out: Any, d_lse: Any, wanted: Gradients

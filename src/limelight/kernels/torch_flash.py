@@ -43,13 +43,31 @@ def forward(call: Call, planned: Planned = plan.forward) -> tuple[Tensor, Tensor
 
     planned: which kernel, by its plan.
     """
-    key = (planned, *_key(call))
-    prepared = _prepared.get(key)
-    if prepared is None:
-        prepared = _keep(key, _prepare(call, *_forward_launches(call, planned)))
+    prepared = _prepared_forward(call, planned)
     made = prepared.allocate(call.query)
     prepared.program.run(*_where([*call.tensors(), *made]), allocate=_allocate(call.query))
     return made[0], made[1] if _wants_lse(call) else None
+
+
+def shortcut(
+    call: Call, planned: Planned = plan.forward
+) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """`out` of calls like this one: what is left of `forward` when nothing needs looking up."""
+    program, made = _prepared_forward(call, planned)
+    device = call.query.device.index
+
+    def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        new = [query.new_empty_strided(*each[:2], dtype=each.dtype) for each in made]
+        addresses = [tensor.data_ptr() for tensor in (query, key, value, *new)]
+        program.run(addresses, device, _stream(device), _allocate(query))
+        return new[0]
+
+    return run
+
+
+def _prepared_forward(call: Call, planned: Planned) -> _Prepared:
+    key = (planned, *_key(call))
+    return _prepared.get(key) or _keep(key, _prepare(call, *_forward_launches(call, planned)))
 
 
 def _allocate(like: Tensor) -> Callable[[int], int]:

@@ -6,6 +6,7 @@ gradient of the LSE: where one arrives, `tiled` runs instead.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -27,11 +28,16 @@ _cudnn_backward = _aten._scaled_dot_product_cudnn_attention_backward.default
 
 
 def forward(kind: str, call: Call) -> tuple[Tensor, Tensor]:
-    """out [B, H, M, E] and the LSE [B, H, M], float32. kind: "flash", "efficient" or "cudnn"."""
+    """out [B, H, M, E] and the LSE [B, H, M], float32. kind: "flash", "efficient" or "cudnn".
+
+    Autograd follows it.
+    """
     inputs, scale = (call.query, call.key, call.value), call.scale
     causal = handover.is_causal(kind, call.problem)
     if kind == "flash":
-        out, lse, *_ = _flash(*inputs, 0.0, causal, scale=scale)
+        value_dim = call.value.shape[3]
+        out, lse, *_ = _flash(*map(_padded_columns, inputs), 0.0, causal, scale=scale)
+        out = out[..., :value_dim] if value_dim % 8 else out
     elif kind == "efficient":
         out, lse, *_ = _efficient(*inputs, None, True, 0.0, causal, scale=scale)
         lse = lse[:, :, : call.size.q_len]  # its rows are padded
@@ -39,6 +45,19 @@ def forward(kind: str, call: Call) -> tuple[Tensor, Tensor]:
         out, lse, *_ = _cudnn(*inputs, None, True, 0.0, causal, scale=scale)
         lse = lse.squeeze(-1)
     return out, lse
+
+
+def shortcut(kind: str, call: Call) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """`out` of calls like this one: the operator itself, with nothing in between."""
+    causal, scale = handover.is_causal(kind, call.problem), call.scale
+    learns = bool(call.problem.gradients)
+    if kind == "cudnn":
+        return lambda q, k, v: _cudnn(q, k, v, None, learns, 0.0, causal, scale=scale)[0]
+    if kind == "efficient":
+        return lambda q, k, v: _efficient(q, k, v, None, learns, 0.0, causal, scale=scale)[0]
+    if call.query.shape[3] % 8:
+        return lambda q, k, v: forward(kind, call.with_tensors((q, k, v)))[0]
+    return lambda q, k, v: _flash(q, k, v, 0.0, causal, scale=scale)[0]
 
 
 def backward(
@@ -53,15 +72,18 @@ def backward(
     """The wanted gradients. kind: as for the forward."""
     if d_out is None or d_lse is not None:
         return tiled.backward(call, TILED, out, lse, d_out, d_lse, wanted)
-    out, d_out = _regular(out.to(call.query.dtype)), _regular(d_out)
+    out, d_out = regular(out.to(call.query.dtype)), regular(d_out)
     inputs, scale = (call.query, call.key, call.value), call.scale
     lengths = (call.size.q_len, call.size.kv_len)
     causal = handover.is_causal(kind, call.problem)
     states = (_no_state(call.query.device),) * 2
     if kind == "flash":
-        found = _flash_backward(
-            d_out, *inputs, out, lse, None, None, *lengths, 0.0, causal, *states, scale=scale
-        )
+        wide = map(_padded_columns, (d_out, *inputs, out))
+        found = _flash_backward(*wide, lse, None, None, *lengths, 0.0, causal, *states, scale=scale)
+        found = [
+            gradient[..., : tensor.shape[3]]
+            for gradient, tensor in zip(found, inputs, strict=False)
+        ]
     elif kind == "efficient":
         lse, needed = _padded_rows(lse), [True, True, True, False]
         found = _efficient_backward(
@@ -78,7 +100,7 @@ def backward(
     return Gradients(query, key, value, None, (None,) * len(wanted.bias))
 
 
-def _regular(tensor: Tensor) -> Tensor:
+def regular(tensor: Tensor) -> Tensor:
     """The tensor with rows side by side, at multiples of 16 bytes: others come out wrong."""
     strides = tensor.stride()
     item = tensor.element_size()
@@ -86,6 +108,12 @@ def _regular(tensor: Tensor) -> Tensor:
     if strides[-1] == 1 and rows and tensor.data_ptr() % 16 == 0:
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _padded_columns(tensor: Tensor) -> Tensor:
+    """FlashAttention takes head dims that 8 divides; columns of zeros change nothing."""
+    width = tensor.shape[3]
+    return torch.nn.functional.pad(tensor, (0, -width % 8)) if width % 8 else tensor
 
 
 def _padded_rows(lse: Tensor) -> Tensor:

@@ -23,7 +23,9 @@ def why_not(backend: str, problem: Problem) -> list[Reason]:
         return [Reason("runs on PyTorch tensors", p.library, "pass torch tensors")]
     if p.device.kind != "cuda":
         return [Reason("runs on NVIDIA GPUs", str(p.device), "move the tensors to one")]
-    found = [*_semantics(backend, p), *_layouts(p)]
+    found = [*_semantics(backend, p)]
+    if not _pads(backend, p.query):  # what is padded is copied
+        found += _layouts(p)
     situation = _situation(backend, p)
     found += reasons(rules(backend, p.device), situation)
     missing = machine_code(situation.build, p.device)
@@ -78,12 +80,6 @@ def _semantics(backend: str, p: Problem) -> list[Reason]:
             "",
         ),
         (
-            backend == "flash" and p.head_dim % 8 != 0,
-            "needs a head_dim that 8 divides",
-            p.head_dim,
-            "",
-        ),
-        (
             backend == "efficient" and p.group > 1,
             "takes as many heads of keys as of queries",
             f"{p.q_heads} and {p.kv_heads}",
@@ -102,6 +98,11 @@ def _layouts(p: Problem) -> list[Reason]:
     return [Reason(rule, ", ".join(odd), "call .contiguous() or .clone() on it")]
 
 
+def _pads(backend: str, layout: Layout) -> bool:
+    """Whether columns of zeros are added: FlashAttention takes head dims that 8 divides."""
+    return backend == "flash" and layout.shape[-1] % 8 != 0
+
+
 def _regular(layout: Layout) -> bool:
     item = ITEM_BYTES[layout.dtype]
     if not layout.unit_stride:
@@ -117,7 +118,10 @@ def _situation(backend: str, p: Problem) -> Situation:
 
     def operand(name: str) -> Operand:
         layout = getattr(p, name)
-        if not layout.unit_stride:
+        *lengths, dim = layout.shape
+        if _pads(backend, layout):
+            layout = Layout.contiguous((*lengths, dim + -dim % 8), layout.dtype)
+        elif not layout.unit_stride:
             layout = Layout.contiguous(layout.shape, layout.dtype)
         return Operand(layout, requires_grad=name in p.gradients)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,15 +14,16 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.autograd import forward_ad
 
 from limelight.adapters.base import Adapter, Arguments, Plan
-from limelight.adapters.torch import eager, operator
+from limelight.adapters.torch import eager, native, operator
 from limelight.adapters.torch.plan import TorchPlan, autocasts, kind_of, rounded
+from limelight.call import Call
 from limelight.devices import CPU, Device
-from limelight.dispatch import Choice, allowed
+from limelight.dispatch import KNOWN, Choice, allowed, note
 from limelight.errors import invalid, invalid_type
 from limelight.problem import Layout, row_alignment
 
 _NO_TRANSFORMS = "limelight does not run under torch.func transforms"
-_PLANS = 4096  # choices kept by what was seen of the tensors, before a Problem is even made
+_PLANS = 4096
 
 
 class TorchAdapter(Adapter):
@@ -30,7 +32,8 @@ class TorchAdapter(Adapter):
     plan_type = TorchPlan
 
     def __init__(self) -> None:
-        self._choices: dict[tuple[Any, ...], Choice] = {}
+        # By what is seen of a call's arguments, before a Problem is even made: 100 us less.
+        self._seen: dict[Hashable, _Seen] = {}
 
     # What the rest of limelight may ask about a tensor.
 
@@ -147,63 +150,112 @@ class TorchAdapter(Adapter):
             a = replace(a, **cast)
         return super().prepared(a)
 
-    def plan(self, arguments: Arguments) -> Plan:
-        """The choice comes from a call of before, if one looked the same: 100 us less."""
-        a, restriction = arguments, allowed()
-        choice = self._seen(a, restriction) if a.seed is None else None
-        if choice is None:
-            return self.planned(self.prepared(a), restriction)
-        return self.plan_type(self.call(a, choice.problem), choice)
-
     def choice(self, a: Arguments, restriction: tuple[str, ...] | None) -> Choice:
-        choice = self._seen(a, restriction)
-        if choice is None:
-            choice = super().choice(a, restriction)
-            if len(self._choices) >= _PLANS:
-                self._choices.clear()
-            self._choices[_looks(a, restriction)] = choice
+        known = self._known(a, restriction)
+        if known is not None:
+            return known.choice
+        choice = super().choice(a, restriction)  # which raises where anything is wrong
+        if len(self._seen) >= _PLANS:
+            self._seen.clear()
+        self._seen[_looks(a, restriction)] = _Seen(choice)
         return choice
 
-    def _seen(self, a: Arguments, restriction: tuple[str, ...] | None) -> Choice | None:
-        """The choice for prepared arguments of before that looked like these.
-
-        What looks like prepared arguments needs no preparing.
-        """
+    def _known(self, a: Arguments, restriction: tuple[str, ...] | None) -> _Seen | None:
+        """What is known of prepared arguments that looked like these."""
         try:
-            return self._choices.get(_looks(a, restriction))
+            return self._seen.get(_looks(a, restriction))
         except (AttributeError, RuntimeError, TypeError):
-            return None  # something else stands where a tensor or number belongs: checks say which
+            return None  # something else stands where a tensor or number belongs
 
     def attention(self, arguments: Arguments) -> Any:
-        query = arguments.query
-        if _is_traced(query):
-            out, lse = operator.attention(self, self.prepared(arguments))
-        else:
-            _refuse_transforms(query)
-            plan = self.plan(arguments)
-            with_gradients = plan.choice.problem.gradients
-            out, lse = eager.attention(plan) if with_gradients else plan.forward()
-            out = rounded(out, plan.call.query)
-        return (out, lse) if arguments.return_lse else out
+        a, restriction = arguments, allowed()
+        if _is_traced(a.query):
+            out, lse = operator.attention(self, self.prepared(a))
+            return (out, lse) if a.return_lse else out
+        _refuse_transforms(a.query)
+        known = self._known(a, restriction) if a.seed is None else None
+        if known is None:
+            plan = self.planned(self.prepared(a), restriction)
+        elif known.shortcut is not None:
+            return known.shortcut(a.query, a.key, a.value)
+        else:  # what looks like prepared arguments needs no preparing
+            plan = self.plan_type(self.call(a, known.choice.problem), known.choice)
+            known.shortcut = _shortcut(plan)
+        out, lse = _run(plan)
+        out = rounded(out, plan.call.query)
+        return (out, lse) if a.return_lse else out
 
 
-def _looks(a: Arguments, restriction: tuple[str, ...] | None) -> tuple[Any, ...]:
+Shortcut = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What is kept of a call for others that look the same. shortcut: runs them, where one can."""
+
+    choice: Choice
+    shortcut: Shortcut | None = None
+
+
+def _shortcut(plan: Plan) -> Shortcut | None:
+    """The plan's call as a function of query, key and value, where it depends on nothing else."""
+    call, choice = plan
+    problem, backend = choice.problem, KNOWN[choice.backend]  # type: ignore[index]
+    learns = bool(problem.gradients)
+    bare = len(call.tensors()) == 3 and not problem.copies and not problem.dropout_p
+    run = None
+    if bare and not problem.return_lse and (backend.native or not learns):
+        run = backend.shortcut(call)
+    if run is None:
+        return None
+    shell = _shell(call)
+
+    def shortcut(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        note(choice, "forward")
+        out = run(query, key, value)
+        if learns:
+            native.follow(out, shell, choice)
+        return out
+
+    return shortcut
+
+
+def _run(plan: Plan) -> tuple[Tensor, Tensor | None]:
+    """out, and the LSE where there is one, connected to autograd if a gradient is wanted."""
+    call, choice = plan
+    if not choice.problem.gradients:
+        return plan.forward()
+    if not KNOWN[choice.backend].native:  # type: ignore[index]
+        return eager.attention(plan)
+    out, lse = plan.forward()
+    native.follow(out, _shell(call), choice)
+    return out, lse
+
+
+def _shell(call: Call) -> Call:
+    """The call with `...` where its tensors were, so that autograd alone holds them."""
+    return call.with_tensors([...] * len(call.tensors()))
+
+
+def _looks(a: Arguments, restriction: tuple[str, ...] | None) -> Hashable:
     """All that preparing and describing look at, as a key. Each call makes it, so it is quick."""
-    q, k, v, start = a.query, a.key, a.value, a.query_start
-    kind = kind_of(q)
+    q, k, v, start, scale = a.query, a.key, a.value, a.query_start, a.scale
+    is_cuda = q.is_cuda
+    kind = "cuda" if is_cuda else q.device.type  # the latter takes ten times as long
+    autocasts = torch.is_autocast_enabled(kind)
     grad = torch.is_grad_enabled()
     # Numbers with their types, as True equals 1 and is refused where 1 is not.
     key: tuple[Any, ...] = (
-        *(restriction, q.device, k.device, v.device),
-        *(type(q), q.dtype, q.shape, q.stride(), q.data_ptr() & 15, grad and q.requires_grad),
-        *(type(k), k.dtype, k.shape, k.stride(), k.data_ptr() & 15, grad and k.requires_grad),
-        *(type(v), v.dtype, v.shape, v.stride(), v.data_ptr() & 15, grad and v.requires_grad),
-        *(a.scale, type(a.scale), a.softcap, type(a.softcap), a.dropout_p, type(a.dropout_p)),
+        *(restriction, q.device, k.device, v.device, q.dtype, k.dtype, v.dtype),
+        *(type(q), q.shape, q.stride(), q.data_ptr() & 15, grad and q.requires_grad),
+        *(type(k), k.shape, k.stride(), k.data_ptr() & 15, grad and k.requires_grad),
+        *(type(v), v.shape, v.stride(), v.data_ptr() & 15, grad and v.requires_grad),
+        *(scale, type(scale), a.softcap, type(a.softcap), a.dropout_p, type(a.dropout_p)),
         *(a.return_lse, type(a.return_lse), a.deterministic, type(a.deterministic)),
         *(type(start), None if isinstance(start, Tensor) else start, a.gradients),
         torch.are_deterministic_algorithms_enabled(),
-        q.dtype is torch.float32 and q.is_cuda and _allows_tf32(),
-        torch.get_autocast_dtype(kind) if autocasts(kind) else None,
+        is_cuda and q.dtype is torch.float32 and _allows_tf32(),
+        torch.get_autocast_dtype(kind) if autocasts else None,
     )
     if a.mask is None and a.bias is None and a.sinks is None and not isinstance(start, Tensor):
         return key
