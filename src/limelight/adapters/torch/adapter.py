@@ -172,9 +172,12 @@ class TorchAdapter(Adapter):
         if _is_traced(a.query):
             out, lse = operator.attention(self, self.prepared(a))
             return (out, lse) if a.return_lse else out
-        _refuse_transforms(a.query)
+        if forward_ad._current_level >= 0:
+            raise NotImplementedError("limelight has no forward-mode derivative")
         known = self._known(a, restriction) if a.seed is None else None
         if known is None:
+            if is_functorch_wrapped_tensor(a.query):  # has no address, so it is never known
+                raise NotImplementedError(_NO_TRANSFORMS)
             plan = self.planned(self.prepared(a), restriction)
         elif known.shortcut is not None:
             return known.shortcut(a.query, a.key, a.value)
@@ -239,23 +242,47 @@ def _shell(call: Call) -> Call:
 
 def _looks(a: Arguments, restriction: tuple[str, ...] | None) -> Hashable:
     """All that preparing and describing look at, as a key. Each call makes it, so it is quick."""
-    q, k, v, start, scale = a.query, a.key, a.value, a.query_start, a.scale
-    is_cuda = q.is_cuda
+    q, k, v, start = a.query, a.key, a.value, a.query_start
+    scale, softcap, dropout_p = a.scale, a.softcap, a.dropout_p
+    dtype, is_cuda, grad = q.dtype, q.is_cuda, torch.is_grad_enabled()
     kind = "cuda" if is_cuda else q.device.type  # the latter takes ten times as long
-    autocasts = torch.is_autocast_enabled(kind)
-    grad = torch.is_grad_enabled()
-    # Numbers with their types, as True equals 1 and is refused where 1 is not.
-    key: tuple[Any, ...] = (
-        *(restriction, q.device, k.device, v.device, q.dtype, k.dtype, v.dtype),
-        *(type(q), q.shape, q.stride(), q.data_ptr() & 15, grad and q.requires_grad),
-        *(type(k), k.shape, k.stride(), k.data_ptr() & 15, grad and k.requires_grad),
-        *(type(v), v.shape, v.stride(), v.data_ptr() & 15, grad and v.requires_grad),
-        *(scale, type(scale), a.softcap, type(a.softcap), a.dropout_p, type(a.dropout_p)),
-        *(a.return_lse, type(a.return_lse), a.deterministic, type(a.deterministic)),
-        *(type(start), None if isinstance(start, Tensor) else start, a.gradients),
+    # Flat, as each tuple within costs; numbers with their types, as True equals 1 and is refused
+    # where 1 is not.
+    key = (
+        restriction,
+        q.device,
+        k.device,
+        v.device,
+        dtype,
+        k.dtype,
+        v.dtype,
+        q.shape,
+        k.shape,
+        v.shape,
+        q.stride(),
+        k.stride(),
+        v.stride(),
+        q.data_ptr() & 15 | (k.data_ptr() & 15) << 4 | (v.data_ptr() & 15) << 8,
+        grad and (q.requires_grad, k.requires_grad, v.requires_grad),
+        type(q),
+        type(k),
+        type(v),
+        scale,
+        type(scale),
+        softcap,
+        type(softcap),
+        dropout_p,
+        type(dropout_p),
+        a.return_lse,
+        type(a.return_lse),
+        a.deterministic,
+        type(a.deterministic),
+        None if isinstance(start, Tensor) else start,
+        type(start),
+        a.gradients,
         torch.are_deterministic_algorithms_enabled(),
-        is_cuda and q.dtype is torch.float32 and _allows_tf32(),
-        torch.get_autocast_dtype(kind) if autocasts else None,
+        is_cuda and dtype is torch.float32 and _allows_tf32(),
+        torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind),
     )
     if a.mask is None and a.bias is None and a.sinks is None and not isinstance(start, Tensor):
         return key
@@ -271,10 +298,11 @@ def _looks(a: Arguments, restriction: tuple[str, ...] | None) -> Hashable:
 
 
 def _allows_tf32() -> bool:
-    # Not `allow_tf32`: reading it raises once the newer switch was used.
-    setting = torch.backends.cuda.matmul.fp32_precision
+    # What torch.backends.cuda.matmul.fp32_precision and torch.backends.fp32_precision read, slowly;
+    # `allow_tf32` raises once the newer switch was used.
+    setting = torch._C._get_fp32_precision_getter("cuda", "matmul")
     if setting == "none":
-        setting = getattr(torch.backends, "fp32_precision", "none")
+        setting = torch._C._get_fp32_precision_getter("generic", "all")
     return setting == "tf32"
 
 
@@ -288,14 +316,6 @@ def _cuda_device(index: int) -> Device:
         device = Device.cuda(found.name, (found.major, found.minor), found.multi_processor_count)
         _CUDA_DEVICES[index] = device
     return device
-
-
-def _refuse_transforms(query: Tensor) -> None:
-    """Raises NotImplementedError under derivatives that only some backends would see."""
-    if forward_ad._current_level >= 0:
-        raise NotImplementedError("limelight has no forward-mode derivative")
-    if is_functorch_wrapped_tensor(query):
-        raise NotImplementedError(_NO_TRANSFORMS)
 
 
 def _is_traced(query: Tensor) -> bool:
