@@ -31,7 +31,9 @@ def native_on_the_cpu(monkeypatch):
 
     def why_not(self, problem):
         learned = problem.return_lse and problem.gradients
-        return refusals(self, problem) + [Reason("has no gradient of the LSE", "", "")] * bool(learned)
+        return refusals(self, problem) + [Reason("has no gradient of the LSE", "", "")] * bool(
+            learned
+        )
 
     monkeypatch.setattr(TorchCPU, "why_not", why_not)
     monkeypatch.setattr(TorchCPU, "native", True)

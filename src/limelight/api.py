@@ -310,6 +310,13 @@ def scaled_dot_product_attention(
     Raises ValueError for `attn_mask` together with `is_causal`, and otherwise as `attention`.
     """
     adapter = adapter_of(query)
+    # With types, as True equals 1.0 and is refused where that is not.
+    options = (dropout_p, type(dropout_p), is_causal, scale, type(scale), enable_gqa)
+    plain = attn_mask is None
+    if plain:
+        shortcut = adapter.shortcut(query, key, value, options)
+        if shortcut is not None:
+            return shortcut(query, key, value)
     mask: Mask | None = None
     bias: Bias | None = None
     if is_causal:
@@ -333,9 +340,12 @@ def scaled_dot_product_attention(
                 found=f"dtype {adapter.dtype(attn_mask)}",
                 needed="bool or a floating-point dtype",
             )
-    out = adapter.attention(
-        Arguments(query, key, value, mask, bias, query_start=0, scale=scale, dropout_p=dropout_p)
+    arguments = Arguments(
+        query, key, value, mask, bias, query_start=0, scale=scale, dropout_p=dropout_p
     )
+    out = adapter.attention(arguments)
+    if plain and leading is None:
+        adapter.keep_shortcut(options, arguments)
     return out if leading is None else out.reshape(*leading, *out.shape[-2:])
 
 
@@ -347,9 +357,6 @@ def _four_dimensions(
     for name, array in arrays:
         if not adapter.is_array(array):
             raise invalid_type(name, found=type(array).__name__, needed=adapter.array_type)
-    if attn_mask is None and len(query.shape) == 4 and query.shape == key.shape == value.shape:
-        return query, key, value, None, None
-    for name, array in arrays:
         if len(array.shape) < 2:
             raise invalid(
                 name, found=f"shape {tuple(array.shape)}", needed="at least two dimensions"

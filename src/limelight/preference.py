@@ -74,6 +74,13 @@ PREFERENCES: tuple[Preference, ...] = (
         "measured on an H200, benchmarks/results/never-slower.json",
     ),
     Preference(
+        "torch_efficient",
+        "flash",
+        ((9, 0),),
+        lambda problem: problem.dtype == "float32" and problem.head_dim > 64,
+        "measured on an H200, benchmarks/results/never-slower.json",
+    ),
+    Preference(
         "torch_cudnn",
         "flash",
         ((10, 0), (10, 3)),

@@ -173,6 +173,7 @@ def compiled_for(target: tuple[int, int]) -> Iterator[None]:
             (torch_flash, "default_cache", lambda: own),
             (torch_flash, "_prepared", OrderedDict()),
             (ADAPTER, "_seen", {}),
+            (ADAPTER, "_shortcuts", {}),
             (torch_flash, "_target", lambda call: target),
         ):
             stack.enter_context(mock.patch.object(owner, name, replacement))

@@ -32,7 +32,7 @@ def forward(kind: str, call: Call) -> tuple[Tensor, Tensor]:
 
     Autograd follows it.
     """
-    inputs, scale = (call.query, call.key, call.value), call.scale
+    inputs, scale = _inputs(call), call.scale
     causal = handover.is_causal(kind, call.problem)
     if kind == "flash":
         value_dim = call.value.shape[3]
@@ -48,16 +48,39 @@ def forward(kind: str, call: Call) -> tuple[Tensor, Tensor]:
 
 
 def shortcut(kind: str, call: Call) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """`out` of calls like this one: the operator itself, with nothing in between."""
-    causal, scale = handover.is_causal(kind, call.problem), call.scale
-    learns = bool(call.problem.gradients)
-    if kind == "cudnn":
-        return lambda q, k, v: _cudnn(q, k, v, None, learns, 0.0, causal, scale=scale)[0]
-    if kind == "efficient":
-        return lambda q, k, v: _efficient(q, k, v, None, learns, 0.0, causal, scale=scale)[0]
-    if call.query.shape[3] % 8:
+    """`out` of calls like this one, with nothing in between.
+
+    PyTorch's own function is the quickest way to its operator, where it selects that itself.
+    """
+    causal, scale, grouped = handover.is_causal(kind, call.problem), call.scale, call.group > 1
+    switches = _switches()
+    selected = torch._fused_sdp_choice(
+        call.query, call.key, call.value, None, 0.0, causal, scale=scale, enable_gqa=grouped
+    )
+    same = call.size.q_len == call.size.kv_len or not causal
+    if not same or _NUMBERS[kind] != selected:
         return lambda q, k, v: forward(kind, call.with_tensors((q, k, v)))[0]
-    return lambda q, k, v: _flash(q, k, v, 0.0, causal, scale=scale)[0]
+
+    def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if _switches() != switches:  # another may be selected now
+            return forward(kind, call.with_tensors((query, key, value)))[0]
+        return _attention(query, key, value, is_causal=causal, scale=scale, enable_gqa=grouped)
+
+    return run
+
+
+_attention = torch.nn.functional.scaled_dot_product_attention
+_NUMBERS = {"flash": 1, "efficient": 2, "cudnn": 3}  # torch.nn.attention.SDPBackend's
+
+
+def _switches() -> tuple[object, ...]:
+    """What PyTorch's selection depends on beside the call."""
+    return (
+        torch._C._get_flash_sdp_enabled(),
+        torch._C._get_mem_efficient_sdp_enabled(),
+        torch._C._get_cudnn_sdp_enabled(),
+        torch._C._get_sdp_priority_order(),
+    )
 
 
 def backward(
@@ -73,8 +96,8 @@ def backward(
     if d_out is None or d_lse is not None:
         return tiled.backward(call, TILED, out, lse, d_out, d_lse, wanted)
     out, d_out = regular(out.to(call.query.dtype)), regular(d_out)
-    inputs, scale = (call.query, call.key, call.value), call.scale
-    lengths = (call.size.q_len, call.size.kv_len)
+    inputs, scale = _inputs(call), call.scale
+    lengths = (inputs[0].shape[2], inputs[1].shape[2])
     causal = handover.is_causal(kind, call.problem)
     states = (_no_state(call.query.device),) * 2
     if kind == "flash":
@@ -94,16 +117,29 @@ def backward(
         found = _cudnn_backward(
             d_out, *inputs, out, lse, *states, *nothing, *lengths, 0.0, causal, scale=scale
         )
+    unseen = call.size.kv_len - lengths[1]
     query, key, value = (
         gradient if want else None for gradient, want in zip(found[:3], wanted[:3], strict=True)
     )
+    if unseen:
+        key, value = (
+            None if each is None else torch.nn.functional.pad(each, (0, 0, 0, unseen))
+            for each in (key, value)
+        )
     return Gradients(query, key, value, None, (None,) * len(wanted.bias))
+
+
+def _inputs(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, and the keys and values that any query sees."""
+    seen = handover.visible_keys(call.problem)
+    if seen >= call.size.kv_len:
+        return call.query, call.key, call.value
+    return call.query, call.key[:, :, :seen], call.value[:, :, :seen]
 
 
 def regular(tensor: Tensor) -> Tensor:
     """The tensor with rows side by side, at multiples of 16 bytes: others come out wrong."""
-    strides = tensor.stride()
-    item = tensor.element_size()
+    strides, item = tensor.stride(), tensor.element_size()
     rows = all(step > 0 and step * item % 16 == 0 for step in strides[:-1])
     if strides[-1] == 1 and rows and tensor.data_ptr() % 16 == 0:
         return tensor

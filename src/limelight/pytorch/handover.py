@@ -6,6 +6,8 @@ of its own here: nothing is handed over that could come out different from what 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from limelight.masks import Causal
 from limelight.problem import ITEM_BYTES, Layout, Problem
 from limelight.pytorch import faults
@@ -44,11 +46,17 @@ def is_causal(backend: str, problem: Problem) -> bool:
     return isinstance(problem.mask, Causal) and not last
 
 
+def visible_keys(problem: Problem) -> int:
+    """How many keys the kernel is to get: those behind the last query's are left out."""
+    causal_from_the_first = isinstance(problem.mask, Causal) and problem.start == 0
+    return min(problem.kv_len, problem.q_len) if causal_from_the_first else problem.kv_len
+
+
 def _corner(backend: str, p: Problem) -> bool:
     """Whether the kernel's causal mask lies where the problem's does, and hides no key from all."""
     if backend == "flash":  # aligned to the bottom right
-        return p.start is not None and p.start == p.kv_len - p.q_len >= 0
-    return p.start == 0 and p.kv_len <= p.q_len
+        return p.start is not None and p.start == visible_keys(p) - p.q_len >= 0
+    return p.start == 0
 
 
 def _semantics(backend: str, p: Problem) -> list[Reason]:
@@ -118,9 +126,12 @@ def _situation(backend: str, p: Problem) -> Situation:
 
     def operand(name: str) -> Operand:
         layout = getattr(p, name)
-        *lengths, dim = layout.shape
+        *_, length, dim = layout.shape
+        if name != "query":
+            length = visible_keys(p)
+            layout = replace(layout, shape=(*layout.shape[:2], length, dim))
         if _pads(backend, layout):
-            layout = Layout.contiguous((*lengths, dim + -dim % 8), layout.dtype)
+            layout = Layout.contiguous((*layout.shape[:3], dim + -dim % 8), layout.dtype)
         elif not layout.unit_stride:
             layout = Layout.contiguous(layout.shape, layout.dtype)
         return Operand(layout, requires_grad=name in p.gradients)
@@ -129,7 +140,7 @@ def _situation(backend: str, p: Problem) -> Situation:
         operand("query"),
         operand("key"),
         operand("value"),
-        is_causal=is_causal(backend, p) and p.q_len == p.kv_len,
+        is_causal=is_causal(backend, p) and p.q_len == visible_keys(p),
         scale=p.scale,
         enable_gqa=p.group > 1,
     )

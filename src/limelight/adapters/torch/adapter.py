@@ -23,6 +23,8 @@ from limelight.errors import invalid, invalid_type
 from limelight.problem import Layout, row_alignment
 
 _NO_TRANSFORMS = "limelight does not run under torch.func transforms"
+Restriction = tuple[str, ...] | None
+Shortcut = Callable[[Tensor, Tensor, Tensor], Tensor]
 _PLANS = 4096
 
 
@@ -34,6 +36,7 @@ class TorchAdapter(Adapter):
     def __init__(self) -> None:
         # By what is seen of a call's arguments, before a Problem is even made: 100 us less.
         self._seen: dict[Hashable, _Seen] = {}
+        self._shortcuts: dict[Hashable, Shortcut] = {}
 
     # What the rest of limelight may ask about a tensor.
 
@@ -150,7 +153,7 @@ class TorchAdapter(Adapter):
             a = replace(a, **cast)
         return super().prepared(a)
 
-    def choice(self, a: Arguments, restriction: tuple[str, ...] | None) -> Choice:
+    def choice(self, a: Arguments, restriction: Restriction) -> Choice:
         known = self._known(a, restriction)
         if known is not None:
             return known.choice
@@ -160,12 +163,29 @@ class TorchAdapter(Adapter):
         self._seen[_looks(a, restriction)] = _Seen(choice)
         return choice
 
-    def _known(self, a: Arguments, restriction: tuple[str, ...] | None) -> _Seen | None:
+    def _known(self, a: Arguments, restriction: Restriction) -> _Seen | None:
         """What is known of prepared arguments that looked like these."""
         try:
             return self._seen.get(_looks(a, restriction))
         except (AttributeError, RuntimeError, TypeError):
             return None  # something else stands where a tensor or number belongs
+
+    def shortcut(self, query: Any, key: Any, value: Any, options: Hashable) -> Shortcut | None:
+        if torch.compiler.is_compiling():
+            return None
+        try:
+            return self._shortcuts.get((_looks_of_tensors(query, key, value, allowed()), options))
+        except (AttributeError, RuntimeError, TypeError):
+            return None  # something else stands where a tensor or number belongs
+
+    def keep_shortcut(self, options: Hashable, arguments: Arguments) -> None:
+        if _is_traced(arguments.query):
+            return
+        known = self._known(arguments, allowed())
+        if known is not None and known.shortcut is not None:
+            tensors = (arguments.query, arguments.key, arguments.value)
+            looks = _looks_of_tensors(*tensors, allowed())
+            self._shortcuts[looks, options] = known.shortcut
 
     def attention(self, arguments: Arguments) -> Any:
         a, restriction = arguments, allowed()
@@ -189,9 +209,6 @@ class TorchAdapter(Adapter):
         return (out, lse) if a.return_lse else out
 
 
-Shortcut = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
 @dataclass(slots=True)
 class _Seen:
     """What is kept of a call for others that look the same. shortcut: runs them, where one can."""
@@ -211,13 +228,13 @@ def _shortcut(plan: Plan) -> Shortcut | None:
         run = backend.shortcut(call)
     if run is None:
         return None
-    shell = _shell(call)
+    follow = native.follower(_shell(call), choice) if learns else None
 
     def shortcut(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         note(choice, "forward")
         out = run(query, key, value)
-        if learns:
-            native.follow(out, shell, choice)
+        if follow is not None:
+            follow(out)
         return out
 
     return shortcut
@@ -231,7 +248,7 @@ def _run(plan: Plan) -> tuple[Tensor, Tensor | None]:
     if not KNOWN[choice.backend].native:  # type: ignore[index]
         return eager.attention(plan)
     out, lse = plan.forward()
-    native.follow(out, _shell(call), choice)
+    native.follower(_shell(call), choice)(out)
     return out, lse
 
 
@@ -240,15 +257,44 @@ def _shell(call: Call) -> Call:
     return call.with_tensors([...] * len(call.tensors()))
 
 
-def _looks(a: Arguments, restriction: tuple[str, ...] | None) -> Hashable:
+def _looks(a: Arguments, restriction: Restriction) -> Hashable:
     """All that preparing and describing look at, as a key. Each call makes it, so it is quick."""
-    q, k, v, start = a.query, a.key, a.value, a.query_start
-    scale, softcap, dropout_p = a.scale, a.softcap, a.dropout_p
-    dtype, is_cuda, grad = q.dtype, q.is_cuda, torch.is_grad_enabled()
-    kind = "cuda" if is_cuda else q.device.type  # the latter takes ten times as long
-    # Flat, as each tuple within costs; numbers with their types, as True equals 1 and is refused
-    # where 1 is not.
+    start, grad = a.query_start, torch.is_grad_enabled()
+    # Numbers with their types, as True equals 1 and is refused where 1 is not.
     key = (
+        _looks_of_tensors(a.query, a.key, a.value, restriction),
+        a.scale,
+        type(a.scale),
+        a.softcap,
+        type(a.softcap),
+        a.dropout_p,
+        type(a.dropout_p),
+        a.return_lse,
+        type(a.return_lse),
+        a.deterministic,
+        type(a.deterministic),
+        None if isinstance(start, Tensor) else start,
+        type(start),
+        a.gradients,
+    )
+    if a.mask is None and a.bias is None and a.sinks is None and not isinstance(start, Tensor):
+        return key
+    rest: list[Any] = [a.sinks is None]
+    tensors = [each for each in (a.sinks, start) if isinstance(each, Tensor)]
+    for term in (a.mask, a.bias):
+        rest.append(None if term is None else term.spec())
+        tensors += () if term is None else term.tensors()
+    for t in tensors:
+        rest += (type(t), t.device, t.dtype, t.shape, t.stride(), t.data_ptr() & 15)
+        rest.append(grad and t.requires_grad)
+    return (*key, *rest)
+
+
+def _looks_of_tensors(q: Tensor, k: Tensor, v: Tensor, restriction: Restriction) -> Hashable:
+    """With what the process is set to. Flat, as each tuple within costs."""
+    dtype, is_cuda = q.dtype, q.is_cuda
+    kind = "cuda" if is_cuda else q.device.type  # the latter takes ten times as long
+    return (
         restriction,
         q.device,
         k.device,
@@ -263,38 +309,16 @@ def _looks(a: Arguments, restriction: tuple[str, ...] | None) -> Hashable:
         k.stride(),
         v.stride(),
         q.data_ptr() & 15 | (k.data_ptr() & 15) << 4 | (v.data_ptr() & 15) << 8,
-        grad and (q.requires_grad, k.requires_grad, v.requires_grad),
+        torch.is_grad_enabled() and (q.requires_grad, k.requires_grad, v.requires_grad),
         type(q),
         type(k),
         type(v),
-        scale,
-        type(scale),
-        softcap,
-        type(softcap),
-        dropout_p,
-        type(dropout_p),
-        a.return_lse,
-        type(a.return_lse),
-        a.deterministic,
-        type(a.deterministic),
-        None if isinstance(start, Tensor) else start,
-        type(start),
-        a.gradients,
         torch.are_deterministic_algorithms_enabled(),
+        _len_torch_dispatch_stack(),
+        forward_ad._current_level,
         is_cuda and dtype is torch.float32 and _allows_tf32(),
         torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind),
     )
-    if a.mask is None and a.bias is None and a.sinks is None and not isinstance(start, Tensor):
-        return key
-    rest: list[Any] = [a.sinks is None]
-    tensors = [each for each in (a.sinks, start) if isinstance(each, Tensor)]
-    for term in (a.mask, a.bias):
-        rest.append(None if term is None else term.spec())
-        tensors += () if term is None else term.tensors()
-    for t in tensors:
-        rest += (type(t), t.device, t.dtype, t.shape, t.stride(), t.data_ptr() & 15)
-        rest.append(grad and t.requires_grad)
-    return (*key, *rest)
 
 
 def _allows_tf32() -> bool:

@@ -6,6 +6,7 @@ layout of the gradient that arrives, and the second derivative, which PyTorch ha
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -21,15 +22,20 @@ from limelight.kernels.torch_operators import regular
 Gradients = tuple[Tensor | None, ...]
 
 
-def follow(out: Tensor, shell: Call, choice: Choice) -> None:
-    """Watches the backward of `out`, which the backend's forward has just made.
+def follower(shell: Call, choice: Choice) -> Callable[[Tensor], None]:
+    """Watches the backward of an output that the backend's forward has just made.
 
     shell: the call, with `...` where its tensors were, so that autograd alone holds them.
     """
-    node: Any = out.grad_fn
-    while not hasattr(node, "_saved_query"):  # a slice, where head_dim was padded
-        node = node.next_functions[0][0]
-    node.register_prehook(partial(_before, shell, choice))
+    hook = partial(_before, shell, choice)
+
+    def follow(out: Tensor) -> None:
+        node: Any = out.grad_fn
+        while not hasattr(type(node), "_saved_query"):  # a slice, where head_dim was padded
+            node = node.next_functions[0][0]
+        node.register_prehook(hook)
+
+    return follow
 
 
 def _before(shell: Call, choice: Choice, arrived: Gradients) -> Gradients:
