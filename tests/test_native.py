@@ -9,6 +9,7 @@ from inputs import qkv
 from limelight import attention, backends, dispatch, record
 from limelight.adapters.torch import native
 from limelight.adapters.torch.adapter import ADAPTER
+from limelight.adapters.torch.shortcuts import Shortcuts
 from limelight.backends.base import Reason
 from limelight.backends.torch_cpu import TorchCPU
 from limelight.testing import check
@@ -41,7 +42,8 @@ def native_on_the_cpu(monkeypatch):
     monkeypatch.setattr(
         TorchCPU, "forward", lambda self, call: run(call.query, call.key, call.value, call.scale)
     )
-    monkeypatch.setattr(ADAPTER, "_seen", {})
+    monkeypatch.setattr(ADAPTER, "_choices", {})
+    monkeypatch.setattr(ADAPTER, "_shortcuts", Shortcuts())
     dispatch.decide.cache_clear()
     with backends("torch_cpu"):
         yield

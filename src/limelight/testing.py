@@ -162,6 +162,7 @@ def compiled_for(target: tuple[int, int]) -> Iterator[None]:
     target: compute capability, such as (7, 5).
     """
     from limelight.adapters.torch.adapter import ADAPTER
+    from limelight.adapters.torch.shortcuts import Shortcuts
     from limelight.kernels import program, torch_flash
     from limelight.launcher import Cache, Kernel, cache
 
@@ -172,8 +173,8 @@ def compiled_for(target: tuple[int, int]) -> Iterator[None]:
             (program, "default_cache", lambda: own),
             (torch_flash, "default_cache", lambda: own),
             (torch_flash, "_prepared", OrderedDict()),
-            (ADAPTER, "_seen", {}),
-            (ADAPTER, "_shortcuts", {}),
+            (ADAPTER, "_choices", {}),
+            (ADAPTER, "_shortcuts", Shortcuts()),
             (torch_flash, "_target", lambda call: target),
         ):
             stack.enter_context(mock.patch.object(owner, name, replacement))

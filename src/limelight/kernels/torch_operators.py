@@ -36,7 +36,8 @@ def forward(kind: str, call: Call) -> tuple[Tensor, Tensor]:
     causal = handover.is_causal(kind, call.problem)
     if kind == "flash":
         value_dim = call.value.shape[3]
-        out, lse, *_ = _flash(*map(_padded_columns, inputs), 0.0, causal, scale=scale)
+        query, key, value = map(_padded_columns, inputs)
+        out, lse, *_ = _flash(query, key, value, 0.0, causal, scale=scale)
         out = out[..., :value_dim] if value_dim % 8 else out
     elif kind == "efficient":
         out, lse, *_ = _efficient(*inputs, None, True, 0.0, causal, scale=scale)
@@ -54,7 +55,7 @@ def shortcut(kind: str, call: Call) -> Callable[[Tensor, Tensor, Tensor], Tensor
     """
     causal, scale, grouped = handover.is_causal(kind, call.problem), call.scale, call.group > 1
     switches = _switches()
-    selected = torch._fused_sdp_choice(
+    selected = torch._fused_sdp_choice(  # type: ignore[attr-defined]
         call.query, call.key, call.value, None, 0.0, causal, scale=scale, enable_gqa=grouped
     )
     same = call.size.q_len == call.size.kv_len or not causal

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, replace
+from collections.abc import Hashable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,18 +14,17 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.autograd import forward_ad
 
 from limelight.adapters.base import Adapter, Arguments, Plan
-from limelight.adapters.torch import eager, native, operator
+from limelight.adapters.torch import eager, looks, native, operator, shortcuts
 from limelight.adapters.torch.plan import TorchPlan, autocasts, kind_of, rounded
-from limelight.call import Call
 from limelight.devices import CPU, Device
-from limelight.dispatch import KNOWN, Choice, allowed, note
+from limelight.dispatch import KNOWN, Choice, allowed
 from limelight.errors import invalid, invalid_type
+from limelight.masks import Mask
 from limelight.problem import Layout, row_alignment
 
 _NO_TRANSFORMS = "limelight does not run under torch.func transforms"
-Restriction = tuple[str, ...] | None
-Shortcut = Callable[[Tensor, Tensor, Tensor], Tensor]
-_PLANS = 4096
+_MOST = 4096
+_MASK = (Mask, type(None))
 
 
 class TorchAdapter(Adapter):
@@ -34,9 +33,9 @@ class TorchAdapter(Adapter):
     plan_type = TorchPlan
 
     def __init__(self) -> None:
-        # By what is seen of a call's arguments, before a Problem is even made: 100 us less.
-        self._seen: dict[Hashable, _Seen] = {}
-        self._shortcuts: dict[Hashable, Shortcut] = {}
+        # By what a call looks like, before a Problem is even made: 100 us less.
+        self._choices: dict[Hashable, Choice] = {}
+        self._shortcuts = shortcuts.Shortcuts()
 
     # What the rest of limelight may ask about a tensor.
 
@@ -113,7 +112,7 @@ class TorchAdapter(Adapter):
         return torch.are_deterministic_algorithms_enabled()
 
     def allow_tf32(self) -> bool:
-        return _allows_tf32()
+        return looks.allows_tf32()
 
     def cudnn_version(self, array: Any) -> int | None:
         return torch.backends.cudnn.version() if array.is_cuda else None
@@ -153,91 +152,59 @@ class TorchAdapter(Adapter):
             a = replace(a, **cast)
         return super().prepared(a)
 
-    def choice(self, a: Arguments, restriction: Restriction) -> Choice:
-        known = self._known(a, restriction)
-        if known is not None:
-            return known.choice
-        choice = super().choice(a, restriction)  # which raises where anything is wrong
-        if len(self._seen) >= _PLANS:
-            self._seen.clear()
-        self._seen[_looks(a, restriction)] = _Seen(choice)
+    def choice(self, a: Arguments, restriction: looks.Restriction) -> Choice:
+        choice = self._known(a, restriction)
+        if choice is None:
+            choice = super().choice(a, restriction)  # which raises where anything is wrong
+            if len(self._choices) >= _MOST:
+                self._choices.clear()
+            self._choices[looks.of_call(a, restriction)] = choice
         return choice
 
-    def _known(self, a: Arguments, restriction: Restriction) -> _Seen | None:
-        """What is known of prepared arguments that looked like these."""
+    def _known(self, a: Arguments, restriction: looks.Restriction) -> Choice | None:
+        """The choice for prepared arguments of before that looked like these."""
         try:
-            return self._seen.get(_looks(a, restriction))
-        except (AttributeError, RuntimeError, TypeError):
-            return None  # something else stands where a tensor or number belongs
+            return self._choices.get(looks.of_call(a, restriction))
+        except looks.MISFITS:
+            return None  # checks will say which
 
-    def shortcut(self, query: Any, key: Any, value: Any, options: Hashable) -> Shortcut | None:
-        if torch.compiler.is_compiling():
-            return None
-        try:
-            return self._shortcuts.get((_looks_of_tensors(query, key, value, allowed()), options))
-        except (AttributeError, RuntimeError, TypeError):
-            return None  # something else stands where a tensor or number belongs
+    def shortcut(
+        self, query: Any, key: Any, value: Any, options: Hashable
+    ) -> shortcuts.Shortcut | None:
+        return self._shortcuts.find(query, key, value, options)
 
     def keep_shortcut(self, options: Hashable, arguments: Arguments) -> None:
-        if _is_traced(arguments.query):
-            return
-        known = self._known(arguments, allowed())
-        if known is not None and known.shortcut is not None:
-            tensors = (arguments.query, arguments.key, arguments.value)
-            looks = _looks_of_tensors(*tensors, allowed())
-            self._shortcuts[looks, options] = known.shortcut
+        a = arguments
+        run = self.shortcut(a.query, a.key, a.value, looks.of_numbers(a))
+        if run is not None:
+            self._shortcuts.keep(a.query, a.key, a.value, options, run)
 
     def attention(self, arguments: Arguments) -> Any:
         a, restriction = arguments, allowed()
         if _is_traced(a.query):
             out, lse = operator.attention(self, self.prepared(a))
             return (out, lse) if a.return_lse else out
+        options = None
+        if a.bias is a.sinks is a.seed is None and isinstance(a.mask, _MASK):
+            options = looks.of_numbers(a)
+            run = self.shortcut(a.query, a.key, a.value, options)
+            if run is not None:
+                return run(a.query, a.key, a.value)
         if forward_ad._current_level >= 0:
             raise NotImplementedError("limelight has no forward-mode derivative")
-        known = self._known(a, restriction) if a.seed is None else None
-        if known is None:
+        choice = self._known(a, restriction) if a.seed is None else None
+        if choice is None:
             if is_functorch_wrapped_tensor(a.query):  # has no address, so it is never known
                 raise NotImplementedError(_NO_TRANSFORMS)
             plan = self.planned(self.prepared(a), restriction)
-        elif known.shortcut is not None:
-            return known.shortcut(a.query, a.key, a.value)
         else:  # what looks like prepared arguments needs no preparing
-            plan = self.plan_type(self.call(a, known.choice.problem), known.choice)
-            known.shortcut = _shortcut(plan)
+            plan = self.plan_type(self.call(a, choice.problem), choice)
+            run = None if options is None else shortcuts.made(plan)
+            if run is not None:
+                self._shortcuts.keep(a.query, a.key, a.value, options, run)
         out, lse = _run(plan)
         out = rounded(out, plan.call.query)
         return (out, lse) if a.return_lse else out
-
-
-@dataclass(slots=True)
-class _Seen:
-    """What is kept of a call for others that look the same. shortcut: runs them, where one can."""
-
-    choice: Choice
-    shortcut: Shortcut | None = None
-
-
-def _shortcut(plan: Plan) -> Shortcut | None:
-    """The plan's call as a function of query, key and value, where it depends on nothing else."""
-    call, choice = plan
-    problem, backend = choice.problem, KNOWN[choice.backend]  # type: ignore[index]
-    learns = bool(problem.gradients)
-    bare = len(call.tensors()) == 3 and not problem.copies and not problem.dropout_p
-    run = None
-    if bare and not problem.return_lse and (backend.native or not learns):
-        run = backend.shortcut(call)
-    if run is None:
-        return None
-    follow = native.follower(_shell(call), choice) if learns else None
-
-    def shortcut(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        note(choice, "forward")
-        out = run(query, key, value)
-        if follow is not None:
-            follow(out)
-        return out
-
-    return shortcut
 
 
 def _run(plan: Plan) -> tuple[Tensor, Tensor | None]:
@@ -248,86 +215,8 @@ def _run(plan: Plan) -> tuple[Tensor, Tensor | None]:
     if not KNOWN[choice.backend].native:  # type: ignore[index]
         return eager.attention(plan)
     out, lse = plan.forward()
-    native.follower(_shell(call), choice)(out)
+    native.follower(shortcuts.shell(call), choice)(out)
     return out, lse
-
-
-def _shell(call: Call) -> Call:
-    """The call with `...` where its tensors were, so that autograd alone holds them."""
-    return call.with_tensors([...] * len(call.tensors()))
-
-
-def _looks(a: Arguments, restriction: Restriction) -> Hashable:
-    """All that preparing and describing look at, as a key. Each call makes it, so it is quick."""
-    start, grad = a.query_start, torch.is_grad_enabled()
-    # Numbers with their types, as True equals 1 and is refused where 1 is not.
-    key = (
-        _looks_of_tensors(a.query, a.key, a.value, restriction),
-        a.scale,
-        type(a.scale),
-        a.softcap,
-        type(a.softcap),
-        a.dropout_p,
-        type(a.dropout_p),
-        a.return_lse,
-        type(a.return_lse),
-        a.deterministic,
-        type(a.deterministic),
-        None if isinstance(start, Tensor) else start,
-        type(start),
-        a.gradients,
-    )
-    if a.mask is None and a.bias is None and a.sinks is None and not isinstance(start, Tensor):
-        return key
-    rest: list[Any] = [a.sinks is None]
-    tensors = [each for each in (a.sinks, start) if isinstance(each, Tensor)]
-    for term in (a.mask, a.bias):
-        rest.append(None if term is None else term.spec())
-        tensors += () if term is None else term.tensors()
-    for t in tensors:
-        rest += (type(t), t.device, t.dtype, t.shape, t.stride(), t.data_ptr() & 15)
-        rest.append(grad and t.requires_grad)
-    return (*key, *rest)
-
-
-def _looks_of_tensors(q: Tensor, k: Tensor, v: Tensor, restriction: Restriction) -> Hashable:
-    """With what the process is set to. Flat, as each tuple within costs."""
-    dtype, is_cuda = q.dtype, q.is_cuda
-    kind = "cuda" if is_cuda else q.device.type  # the latter takes ten times as long
-    return (
-        restriction,
-        q.device,
-        k.device,
-        v.device,
-        dtype,
-        k.dtype,
-        v.dtype,
-        q.shape,
-        k.shape,
-        v.shape,
-        q.stride(),
-        k.stride(),
-        v.stride(),
-        q.data_ptr() & 15 | (k.data_ptr() & 15) << 4 | (v.data_ptr() & 15) << 8,
-        torch.is_grad_enabled() and (q.requires_grad, k.requires_grad, v.requires_grad),
-        type(q),
-        type(k),
-        type(v),
-        torch.are_deterministic_algorithms_enabled(),
-        _len_torch_dispatch_stack(),
-        forward_ad._current_level,
-        is_cuda and dtype is torch.float32 and _allows_tf32(),
-        torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind),
-    )
-
-
-def _allows_tf32() -> bool:
-    # What torch.backends.cuda.matmul.fp32_precision and torch.backends.fp32_precision read, slowly;
-    # `allow_tf32` raises once the newer switch was used.
-    setting = torch._C._get_fp32_precision_getter("cuda", "matmul")
-    if setting == "none":
-        setting = torch._C._get_fp32_precision_getter("generic", "all")
-    return setting == "tf32"
 
 
 _CUDA_DEVICES: dict[int, Device] = {}
