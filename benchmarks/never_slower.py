@@ -95,6 +95,7 @@ def cases() -> list[Case]:
             found.append(Case(name, length, dim, batch=batch, heads=heads, causal=True))
     found += [
         Case("short batch of one, 64 x 64", 64, 64, batch=1, heads=8),
+        Case("short batch of one, 128 x 64", 128, 64, batch=1, heads=8),
         Case("long 16384 x 128", 16384, 128, batch=1, heads=8),
         Case("long causal 16384 x 64", 16384, 64, batch=1, heads=8, causal=True),
         Case("head_dim 256", 2048, 256, heads=8),
