@@ -56,8 +56,8 @@ def written(term: Term) -> str:
     """The text that names a term, whatever the order of its parts, without fields at defaults.
 
     >>> from limelight import KeyLengths, SlidingWindow
-    >>> written(SlidingWindow(512) & KeyLengths([7]))
-    'key_lengths & sliding_window(left=512)'
+    >>> written(SlidingWindow(512, 0) & KeyLengths([7]))
+    'key_lengths & sliding_window(left=512, right=0)'
     """
     if isinstance(term, Composite):
         sign = " + " if isinstance(term, Bias) else " & " if isinstance(term, And) else " | "

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "launcher"))
-
 from c_launcher import FOLDER_PROBLEMS, Launcher, compiled, stub_folder
 from stub_driver import Stub, build
 
