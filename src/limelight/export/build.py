@@ -1,0 +1,158 @@
+"""Compiles a matrix of problems for several targets, and writes the folder that others take."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from limelight.devices import SHARED_MEMORY
+from limelight.errors import invalid
+from limelight.export.manifest import is_portable, schema, to_manifest, to_text, validate
+from limelight.export.variant import Planned, Problem, plan_variant
+from limelight.launcher import Binary, Recipe, SharedMemoryError, compile_kernel
+
+TARGETS = ("sm_60", "sm_70", "sm_75", "sm_80", "sm_90")
+DTYPES = ("float16", "bfloat16")
+HEAD_DIMS = (64, 128)
+MASKS = ("none", "causal", "key_lengths", "causal & key_lengths")
+BIASES = ("none", "alibi")
+MAX_STACK = 512  # bytes of a thread
+
+Progress = Callable[[int, int, str], None]
+"""Called with how many kernels are compiled, of how many, and the name of the last one."""
+
+
+@dataclass(frozen=True)
+class Export:
+    """folder: where everything was written. manifest: its manifest.json. size: bytes of all."""
+
+    folder: Path
+    manifest: dict[str, Any]
+    size: int
+
+
+class SpillError(RuntimeError):
+    """A kernel spills more registers than is allowed."""
+
+
+def compile(
+    folder: str | os.PathLike[str],
+    *,
+    targets: Sequence[str] = TARGETS,
+    dtypes: Sequence[str] = DTYPES,
+    head_dims: Sequence[int] = HEAD_DIMS,
+    masks: Sequence[str] = MASKS,
+    biases: Sequence[str] = BIASES,
+    softcap: bool = False,
+    gradients: bool = True,
+    max_stack: int = MAX_STACK,
+    jobs: int | None = None,
+    progress: Progress = lambda done, total, name: None,
+) -> Export:
+    """Compiles every combination, and writes kernels, manifest and C launcher to a folder.
+
+    targets: such as "sm_80". masks, biases: as on the command line, such as "causal & key_lengths",
+    or "none". softcap: whether scores are capped. gradients: with backwards; those of a bias's
+    tensors as a variant of its own. max_stack: bytes that a thread may spill. jobs: processes at
+    once; as many as there are processors by default. bfloat16 is left out before sm_80.
+
+    No GPU and no array library is needed; the same call writes the same bytes.
+
+    Raises ValueError for what cannot be exported, SpillError and SharedMemoryError for a kernel
+    that does not fit its target, CompileError where the compiler ended without one.
+    """
+    variants = [
+        plan_variant(problem, target)
+        for target in map(_target, targets)
+        for problem in _problems(dtypes, head_dims, masks, biases, softcap, gradients)
+        if problem.dtype != "bfloat16" or target >= (8, 0)
+    ]
+    if not variants:
+        raise invalid("dtypes", found=", ".join(dtypes), needed="one that a target can run")
+    identifiers = {launch: _name(launch) for each in variants for launch in each.launches}
+    recipes = {name: launch.recipe for launch, name in identifiers.items()}
+    binaries = _compiled(recipes, max_stack, jobs or os.cpu_count() or 1, progress)
+    found = to_manifest(variants, identifiers, binaries)
+    validate(found)
+    return _write(Path(folder), found, binaries)
+
+
+def _target(text: str) -> tuple[int, int]:
+    """Of "sm_75", (7, 5)."""
+    known = {f"sm_{major}{minor}": (major, minor) for major, minor in SHARED_MEMORY}
+    if text not in known:
+        raise invalid("target", found=repr(text), needed=f"one of {', '.join(known)}")
+    return known[text]
+
+
+def _problems(
+    dtypes: Sequence[str],
+    head_dims: Sequence[int],
+    masks: Sequence[str],
+    biases: Sequence[str],
+    softcap: bool,
+    gradients: bool,
+) -> Iterator[Problem]:
+    for dtype, dim, mask, bias in product(dtypes, head_dims, masks, biases):
+        kinds = ["none", "inputs", "all"] if bias != "none" else ["none", "inputs"]
+        for kind in kinds if gradients else kinds[:1]:
+            yield Problem.of(dtype, dim, mask=mask, bias=bias, softcap=softcap, gradients=kind)
+
+
+def _name(launch: Planned) -> str:
+    """The kernel's, the same for the same machine code."""
+    major, minor = launch.recipe.target
+    return f"{launch.recipe.name}-sm_{major}{minor}-{launch.recipe.digest()[:12]}"
+
+
+def _compiled(
+    recipes: dict[str, Recipe], max_stack: int, jobs: int, progress: Progress
+) -> dict[str, Binary]:
+    """Each in a process of its own, as the compiler may abort its own."""
+    binaries = {}
+    with ThreadPoolExecutor(jobs) as pool:
+        running = {
+            pool.submit(compile_kernel, recipe, isolated=True): name
+            for name, recipe in recipes.items()
+        }
+        try:
+            for done in as_completed(running):
+                name = running[done]
+                binaries[name] = done.result()
+                _check(name, binaries[name], max_stack)
+                progress(len(binaries), len(recipes), name)
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    return binaries
+
+
+def _check(name: str, binary: Binary, max_stack: int) -> None:
+    if binary.stack > max_stack:
+        raise SpillError(f"{name} spills {binary.stack} bytes of a thread, over {max_stack}")
+    if binary.global_scratch.size or binary.profile_scratch.size or binary.num_ctas > 1:
+        raise invalid(name, found="scratch memory or clusters", needed="a kernel without")
+    major, _ = binary.target
+    family = {each: limit for each, limit in SHARED_MEMORY.items() if each[0] == major}
+    for each, limit in family.items():
+        if is_portable(binary.target) and each > binary.target and binary.shared > limit:
+            raise SharedMemoryError(name, binary.shared, limit, f"sm_{each[0]}{each[1]}")
+
+
+def _write(folder: Path, found: dict[str, Any], binaries: dict[str, Binary]) -> Export:
+    files: dict[str, bytes] = {
+        "manifest.json": to_text(found).encode(),
+        "manifest.schema.json": schema().encode(),
+    }
+    for name, binary in binaries.items():
+        paths = found["kernels"][name]["files"]
+        files |= {paths["cubin"]: binary.cubin, paths["ptx"]: binary.ptx.encode()}
+    for path, contents in files.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_bytes(contents)
+    return Export(folder, found, sum(map(len, files.values())))
