@@ -6,12 +6,14 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from importlib import resources
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from limelight.devices import SHARED_MEMORY
 from limelight.errors import invalid
+from limelight.export.c_source import tables
 from limelight.export.manifest import is_portable, schema, to_manifest, to_text, validate
 from limelight.export.variant import Planned, Problem, plan_variant
 from limelight.launcher import Binary, Recipe, SharedMemoryError, compile_kernel
@@ -148,7 +150,10 @@ def _write(folder: Path, found: dict[str, Any], binaries: dict[str, Binary]) -> 
     files: dict[str, bytes] = {
         "manifest.json": to_text(found).encode(),
         "manifest.schema.json": schema().encode(),
+        "limelight_tables.h": tables(found).encode(),
     }
+    own = resources.files(__package__).joinpath("c")
+    files |= {each.name: each.read_bytes() for each in own.iterdir()}
     for name, binary in binaries.items():
         paths = found["kernels"][name]["files"]
         files |= {paths["cubin"]: binary.cubin, paths["ptx"]: binary.ptx.encode()}
