@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from importlib import resources
@@ -14,8 +14,15 @@ from typing import Any
 from limelight.devices import SHARED_MEMORY
 from limelight.errors import invalid
 from limelight.export.c_source import tables
-from limelight.export.manifest import is_portable, schema, to_manifest, to_text, validate
-from limelight.export.variant import Planned, Problem, plan_variant
+from limelight.export.manifest import (
+    is_portable,
+    name_of,
+    schema,
+    to_manifest,
+    to_text,
+    validate,
+)
+from limelight.export.variant import Problem, Variant, plan_variant
 from limelight.launcher import Binary, Recipe, SharedMemoryError, compile_kernel
 
 TARGETS = ("sm_60", "sm_70", "sm_75", "sm_80", "sm_90")
@@ -76,12 +83,28 @@ def compile(
     ]
     if not variants:
         raise invalid("dtypes", found=", ".join(dtypes), needed="one that a target can run")
-    identifiers = {launch: _name(launch) for each in variants for launch in each.launches}
-    recipes = {name: launch.recipe for launch, name in identifiers.items()}
+    recipes = {name_of(launch.recipe): launch.recipe for each in variants for launch in each.launches}
     binaries = _compiled(recipes, max_stack, jobs or os.cpu_count() or 1, progress)
-    found = to_manifest(variants, identifiers, binaries)
+    return write(Path(folder), variants, binaries)
+
+
+def write(folder: Path, variants: Sequence[Variant], binaries: Mapping[str, Binary]) -> Export:
+    """Writes the folder. binaries: of every kernel that the variants launch, by `name_of`."""
+    found = to_manifest(variants, binaries)
     validate(found)
-    return _write(Path(folder), found, binaries)
+    own = resources.files(__package__).joinpath("c")
+    files = {each.name: each.read_bytes() for each in own.iterdir()} | {
+        "manifest.json": to_text(found).encode(),
+        "manifest.schema.json": schema().encode(),
+        "limelight_tables.h": tables(found).encode(),
+    }
+    for name, binary in binaries.items():
+        paths = found["kernels"][name]["files"]
+        files |= {paths["cubin"]: binary.cubin, paths["ptx"]: binary.ptx.encode()}
+    for path, contents in files.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_bytes(contents)
+    return Export(folder, found, sum(map(len, files.values())))
 
 
 def _target(text: str) -> tuple[int, int]:
@@ -104,12 +127,6 @@ def _problems(
         kinds = ["none", "inputs", "all"] if bias != "none" else ["none", "inputs"]
         for kind in kinds if gradients else kinds[:1]:
             yield Problem.of(dtype, dim, mask=mask, bias=bias, softcap=softcap, gradients=kind)
-
-
-def _name(launch: Planned) -> str:
-    """The kernel's, the same for the same machine code."""
-    major, minor = launch.recipe.target
-    return f"{launch.recipe.name}-sm_{major}{minor}-{launch.recipe.digest()[:12]}"
 
 
 def _compiled(
@@ -144,20 +161,3 @@ def _check(name: str, binary: Binary, max_stack: int) -> None:
     for each, limit in family.items():
         if is_portable(binary.target) and each > binary.target and binary.shared > limit:
             raise SharedMemoryError(name, binary.shared, limit, f"sm_{each[0]}{each[1]}")
-
-
-def _write(folder: Path, found: dict[str, Any], binaries: dict[str, Binary]) -> Export:
-    files: dict[str, bytes] = {
-        "manifest.json": to_text(found).encode(),
-        "manifest.schema.json": schema().encode(),
-        "limelight_tables.h": tables(found).encode(),
-    }
-    own = resources.files(__package__).joinpath("c")
-    files |= {each.name: each.read_bytes() for each in own.iterdir()}
-    for name, binary in binaries.items():
-        paths = found["kernels"][name]["files"]
-        files |= {paths["cubin"]: binary.cubin, paths["ptx"]: binary.ptx.encode()}
-    for path, contents in files.items():
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).write_bytes(contents)
-    return Export(folder, found, sum(map(len, files.values())))

@@ -15,9 +15,9 @@ from typing import Any
 
 from limelight._version import __version__
 from limelight.export.expression import names, parse, text
-from limelight.export.variant import ALIGNMENT, Planned, Tensor, Variant
+from limelight.export.variant import ALIGNMENT, Tensor, Variant
 from limelight.kernels.launch import ITEM_BYTES
-from limelight.launcher import Binary
+from limelight.launcher import Binary, Recipe
 from limelight.launcher.abi import SCRATCH_POINTERS
 
 SCHEMA = 1
@@ -34,10 +34,14 @@ SEMANTICS = {
 }
 
 
-def to_manifest(
-    variants: Sequence[Variant], identifiers: Mapping[Planned, str], binaries: Mapping[str, Binary]
-) -> dict[str, Any]:
-    """identifiers: of each launch's kernel. binaries: by identifier."""
+def name_of(recipe: Recipe) -> str:
+    """Of a kernel: the same for the same machine code."""
+    major, minor = recipe.target
+    return f"{recipe.name}-sm_{major}{minor}-{recipe.digest()[:12]}"
+
+
+def to_manifest(variants: Sequence[Variant], binaries: Mapping[str, Binary]) -> dict[str, Any]:
+    """binaries: of every kernel, by `name_of`."""
     return {
         "schema": SCHEMA,
         "limelight": __version__,
@@ -45,7 +49,7 @@ def to_manifest(
         "semantics": SEMANTICS,
         "workspace_alignment": ALIGNMENT,
         "kernels": {name: _kernel(name, binaries[name]) for name in sorted(binaries)},
-        "variants": [_variant(variant, identifiers) for variant in variants],
+        "variants": [_variant(variant) for variant in variants],
     }
 
 
@@ -110,7 +114,7 @@ def _parameters(binary: Binary) -> Iterator[dict[str, Any]]:
         offset += 8
 
 
-def _variant(variant: Variant, identifiers: Mapping[Planned, str]) -> dict[str, Any]:
+def _variant(variant: Variant) -> dict[str, Any]:
     p = variant.problem
     major, minor = variant.target
     return {
@@ -134,7 +138,7 @@ def _variant(variant: Variant, identifiers: Mapping[Planned, str]) -> dict[str, 
         "workspace": [{"name": each.name, "bytes": text(each.size)} for each in variant.workspace],
         "launches": [
             {
-                "kernel": identifiers[launch],
+                "kernel": name_of(launch.recipe),
                 "grid": text(launch.grid),
                 "needed_for": list(launch.needed_for),
                 "arguments": [text(argument) for argument in launch.arguments]

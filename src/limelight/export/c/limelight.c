@@ -70,6 +70,10 @@ static inline int64_t greatest(int64_t a, int64_t b) { return a > b ? a : b; }
 
 #include "limelight_tables.h"
 
+#ifndef LIMELIGHT_DRIVER
+#define LIMELIGHT_DRIVER "libcuda.so.1"
+#endif
+
 enum {
   MAX_ARGUMENTS = 256,
   FREE_SHARED = 48 * 1024,
@@ -154,7 +158,7 @@ static void open_driver(void) {
     {"cuFuncLoad", &driver.cuFuncLoad, 0},
   };
   driver.status = LIMELIGHT_NO_DRIVER;
-  driver.library = dlopen("libcuda.so.1", RTLD_NOW);
+  driver.library = dlopen(LIMELIGHT_DRIVER, RTLD_NOW);
   if (!driver.library) {
     snprintf(driver.message, sizeof driver.message, "%s: NVIDIA's driver is needed", dlerror());
     return;
@@ -162,7 +166,8 @@ static void open_driver(void) {
   for (size_t n = 0; n < sizeof functions / sizeof *functions; n++) {
     void *found = dlsym(driver.library, functions[n].name);
     if (!found && functions[n].needed) {
-      snprintf(driver.message, sizeof driver.message, "libcuda.so.1 has no %s", functions[n].name);
+      snprintf(driver.message, sizeof driver.message, "%s has no %s", LIMELIGHT_DRIVER,
+               functions[n].name);
       return;
     }
     memcpy(functions[n].place, &found, sizeof found);
