@@ -19,6 +19,8 @@ PROBLEMS = [
     Problem.of("float16", 64, mask="causal & key_lengths", bias="alibi", gradients="all"),
     Problem.of("float16", 128, mask="causal", bias="t5_bias", gradients="none", softcap=True),
     Problem.of("bfloat16", 72, mask="sliding_window(64, 0)", bias="alibi", gradients="inputs"),
+    Problem.of("float16", 64, mask="causal", bias="t5_bias + relative_bias", gradients="all"),
+    Problem.of("float16", 32, mask="none", bias="dense_bias", gradients="all"),
     Problem.of("float32", 128, mask="key_lengths | causal", bias="none", gradients="inputs"),
 ]
 TARGETS = [(6, 1), (7, 5), (8, 0), (9, 0)]
@@ -46,10 +48,12 @@ def test_a_variant_has_the_launches_of_the_plan(problem, target):
     if problem.dtype == "bfloat16" and target < (8, 0):
         pytest.skip("bfloat16 needs sm_80")
     variant = plan_variant(problem, target)
+    least = least_size(variant)
 
-    @settings(max_examples=25, deadline=None)
+    @settings(max_examples=15, deadline=None)
     @given(SIZES, st.sampled_from([1, 2, 3]), OTHERS)
     def agree(sizes, group, others):
+        sizes = {name: max(size, least) for name, size in sizes.items()}
         attention = Attention(problem, {**sizes, "q_heads": sizes["kv_heads"] * group}, **others)
         planned = attention.launches(variant)
         values = attention.values()
@@ -65,6 +69,12 @@ def test_a_variant_has_the_launches_of_the_plan(problem, target):
             same_kernel(ours.recipe, recipe(theirs, target))
 
     agree()
+
+
+def least_size(variant):
+    """2 where a plan compiles a size or stride of 1 in, which an export passes as a number."""
+    own = [tensor for tensor in variant.tensors if "." in tensor.name]
+    return 2 if any(len(tensor.shape) > 1 for tensor in own) else 0
 
 
 def same_kernel(ours, theirs):

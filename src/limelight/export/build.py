@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from importlib import resources
@@ -11,6 +11,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from limelight.backends import flash
 from limelight.devices import SHARED_MEMORY
 from limelight.errors import invalid
 from limelight.export.c_source import tables
@@ -28,7 +29,7 @@ from limelight.launcher import Binary, Recipe, SharedMemoryError, compile_kernel
 TARGETS = ("sm_60", "sm_70", "sm_75", "sm_80", "sm_90")
 DTYPES = ("float16", "bfloat16")
 HEAD_DIMS = (64, 128)
-MASKS = ("none", "causal", "key_lengths", "causal & key_lengths")
+MASKS = ("none", "causal", "key_lengths")
 BIASES = ("none", "alibi")
 MAX_STACK = 512  # bytes of a thread
 
@@ -75,17 +76,39 @@ def compile(
     Raises ValueError for what cannot be exported, SpillError and SharedMemoryError for a kernel
     that does not fit its target, CompileError where the compiler ended without one.
     """
-    variants = [
-        plan_variant(problem, target)
-        for target in map(_target, targets)
-        for problem in _problems(dtypes, head_dims, masks, biases, softcap, gradients)
-        if problem.dtype != "bfloat16" or target >= (8, 0)
-    ]
-    if not variants:
-        raise invalid("dtypes", found=", ".join(dtypes), needed="one that a target can run")
+    variants = planned(targets, dtypes, head_dims, masks, biases, softcap, gradients)
     recipes = {name_of(launch.recipe): launch.recipe for each in variants for launch in each.launches}
     binaries = _compiled(recipes, max_stack, jobs or os.cpu_count() or 1, progress)
     return write(Path(folder), variants, binaries)
+
+
+def planned(
+    targets: Sequence[str] = TARGETS,
+    dtypes: Sequence[str] = DTYPES,
+    head_dims: Sequence[int] = HEAD_DIMS,
+    masks: Sequence[str] = MASKS,
+    biases: Sequence[str] = BIASES,
+    softcap: bool = False,
+    gradients: bool = True,
+) -> list[Variant]:
+    """What `compile` compiles."""
+    for dtype in dtypes:
+        if dtype not in flash.DTYPES:
+            raise invalid("dtype", found=repr(dtype), needed=f"one of {', '.join(flash.DTYPES)}")
+    variants = []
+    for text, dtype, dim, mask, bias in product(targets, dtypes, head_dims, masks, biases):
+        target = _target(text)
+        if dtype == "bfloat16" and target < (8, 0):
+            continue
+        kinds = ("none", "inputs", *(["all"] if bias != "none" else [])) if gradients else ("none",)
+        for kind in kinds:
+            problem = Problem.of(
+                dtype, dim, mask=mask, bias=bias, softcap=softcap, gradients=kind
+            )
+            variants.append(plan_variant(problem, target))
+    if not variants:
+        raise invalid("dtypes", found=", ".join(dtypes), needed="one that a target can run")
+    return variants
 
 
 def write(folder: Path, variants: Sequence[Variant], binaries: Mapping[str, Binary]) -> Export:
@@ -115,25 +138,12 @@ def _target(text: str) -> tuple[int, int]:
     return known[text]
 
 
-def _problems(
-    dtypes: Sequence[str],
-    head_dims: Sequence[int],
-    masks: Sequence[str],
-    biases: Sequence[str],
-    softcap: bool,
-    gradients: bool,
-) -> Iterator[Problem]:
-    for dtype, dim, mask, bias in product(dtypes, head_dims, masks, biases):
-        kinds = ["none", "inputs", "all"] if bias != "none" else ["none", "inputs"]
-        for kind in kinds if gradients else kinds[:1]:
-            yield Problem.of(dtype, dim, mask=mask, bias=bias, softcap=softcap, gradients=kind)
-
-
 def _compiled(
     recipes: dict[str, Recipe], max_stack: int, jobs: int, progress: Progress
 ) -> dict[str, Binary]:
     """Each in a process of its own, as the compiler may abort its own."""
     binaries = {}
+    progress(0, len(recipes), "compiling")
     with ThreadPoolExecutor(jobs) as pool:
         running = {
             pool.submit(compile_kernel, recipe, isolated=True): name

@@ -6,6 +6,7 @@ decision holds for some problems only:
 
 - An order, such as `stride < 2**23`, is answered for the example's value, and kept as a condition
   that each launch has to fulfil.
+- What needs the number itself, such as a cache of earlier results, raises `Unknown`.
 - Equality is of expressions: an unknown number equals itself alone, not 1, and not another one. What
   a plan does for unequal numbers is right for equal ones too, perhaps slower; tests hold exports to
   the plans of such problems.
@@ -17,7 +18,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from limelight.export.expression import Expression
+from limelight.export.expression import OPERATORS, Expression, names, text
+
+
+class Unknown(Exception):
+    """A plan needs to know a number. names: in its expression."""
+
+    def __init__(self, expression: Expression, doing: str) -> None:
+        self.names = frozenset(names(expression))
+        super().__init__(f"{text(expression)} {doing}")
 
 
 @dataclass
@@ -65,7 +74,7 @@ class _Traced:
         return not self == other
 
     def __hash__(self) -> int:
-        return hash(self.expression)
+        raise Unknown(self.expression, "is looked up")
 
     def __bool__(self) -> bool:
         return True  # unequal to 0
@@ -95,10 +104,7 @@ class Whole(_Traced, int):  # type: ignore[misc]
     def _made(self, operator: str, left: Any, right: Any) -> Any:
         if not all(isinstance(each, int) for each in (left, right)):
             return NotImplemented
-        a, b = _plain(left), _plain(right)
-        result = {"+": a + b, "-": a - b, "*": a * b}.get(operator)
-        if result is None:
-            result = -(-a // b) if operator == "cdiv" else a // b
+        result = OPERATORS[operator](_plain(left), _plain(right))
         expression = _simple(operator, expression_of(left), expression_of(right))
         return expression if isinstance(expression, int) else Whole(expression, result, self.trace)
 
@@ -129,6 +135,12 @@ class Whole(_Traced, int):  # type: ignore[misc]
     def __rfloordiv__(self, other: Any) -> Any:
         return self._made("//", other, self)
 
+    def smaller(self, other: int) -> Any:
+        return self._made("min", self, other)
+
+    def larger(self, other: int) -> Any:
+        return self._made("max", self, other)
+
     def __neg__(self) -> Any:
         negated = _negated(self.expression)
         if negated is not None:
@@ -146,7 +158,7 @@ class Whole(_Traced, int):  # type: ignore[misc]
     def __and__(self, other: Any) -> int:
         """The least bit, as `value & -value`."""
         if expression_of(other) != expression_of(-self):
-            raise TypeError(f"{self.expression}: bits of a number that is not known yet")
+            raise Unknown(self.expression, "is taken apart into bits")
         return self.multiple_of
 
 

@@ -16,7 +16,7 @@ from limelight.call import Call, Gradients
 from limelight.devices import Device
 from limelight.errors import invalid
 from limelight.export.expression import Expression, names
-from limelight.export.traced import Number, Trace, Whole, expression_of
+from limelight.export.traced import Number, Trace, Unknown, Whole, expression_of
 from limelight.grammar import parse_bias, parse_mask, written
 from limelight.kernels import plan
 from limelight.kernels.launch import ITEM_BYTES, POINTER_TYPES, Array, Launch, Scalar, Shape
@@ -27,6 +27,7 @@ from limelight.problem import Problem as Described
 from limelight.tile import Size
 
 ALIGNMENT = 256  # bytes, of the workspace and of each slice of it
+FAR = 2**23  # elements or entries: a limit that few problems reach
 PTX_VERSIONS = {60: 70, 90: 80, 100: 86, 120: 87}  # by the least target; older drivers take older
 
 # No two are equal, and none is a head_dim: a dimension of a mask's or bias's tensor is known by it.
@@ -118,15 +119,30 @@ class Variant:
 def plan_variant(problem: Problem, target: tuple[int, int]) -> Variant:
     """Raises ValueError, which says why, for what cannot be exported."""
     _refuse(problem, target)
-    return _Tracer(problem, target).variant()
+    fixed: set[str] = set()
+    while True:
+        tracer = _Tracer(problem, target, fixed)
+        try:
+            return tracer.variant()
+        except Unknown as error:
+            # Entries of a table may be left to the caller, but where the plan depends on them.
+            own = {name for name in error.names if ".shape." in name}
+            if not own:
+                raise invalid(
+                    f"{problem}",
+                    found=f"a plan for which {error}",
+                    needed="one that is the same for all sizes",
+                ) from None
+            fixed |= own
 
 
 class _Tracer:
-    """The traced call, and what is declared on the way."""
+    """The traced call, and what is declared on the way. fixed: names with their example's value."""
 
-    def __init__(self, problem: Problem, target: tuple[int, int]) -> None:
-        self.problem, self.target = problem, target
+    def __init__(self, problem: Problem, target: tuple[int, int], fixed: set[str]) -> None:
+        self.problem, self.target, self.fixed = problem, target, fixed
         self.trace = Trace()
+        self.known: dict[str, Whole] = {}
         self.tensors: list[Tensor] = []
         self.slices: list[Slice] = []
         sizes = {**_EXAMPLE._asdict(), "kv_heads": _EXAMPLE.q_heads // 2}
@@ -137,6 +153,7 @@ class _Tracer:
         call = self._call()
         launches = self._forward(call) if self.is_forward else self._backward(call)
         numbers = ["scale"] + ["softcap"] * self.problem.softcap
+        self._check_conditions(numbers)
         return Variant(
             self.problem,
             self.target,
@@ -217,12 +234,8 @@ class _Tracer:
     def _gradient(self, name: str) -> Array:
         """A tensor like the one of this name."""
         (like,) = (tensor for tensor in self.tensors if tensor.name == name)
-        shape = tuple(self._again(size) for size in like.shape)
+        shape = tuple(self.known.get(size, size) for size in like.shape)  # type: ignore[arg-type]
         return self._plain_tensor(f"d_{name}", shape, like.dtype, optional=True, written=True)
-
-    def _again(self, size: Expression) -> Any:
-        known = {expression_of(each): each for each in self.by_example.values()}
-        return known.get(size, size) if isinstance(size, str) else size
 
     def _term(self, role: str, term: Any) -> Any:
         """The mask or bias with a traced array in the place of each tensor."""
@@ -247,8 +260,10 @@ class _Tracer:
     def _dimension(self, name: str, axis: int, example: int) -> Any:
         if example in (1, self.problem.head_dim):
             return example
-        known = self.by_example.get(example)
-        return self._whole(f"{name}.shape.{axis}", example) if known is None else known
+        own = f"{name}.shape.{axis}"
+        if example in self.by_example:
+            return self.by_example[example]
+        return example if own in self.fixed else self._whole(own, example)
 
     def _matrix(
         self, name: str, shape: tuple[Any, ...], *, optional: bool = False, written: bool = False
@@ -319,11 +334,15 @@ class _Tracer:
     def _check(self, launch: Launch) -> None:
         for _, leaf in launch.leaves():
             if isinstance(leaf, (Whole, Number)):
-                raise invalid(
-                    f"bias {self.problem.bias} or mask {self.problem.mask}",
-                    found=f"{leaf.expression} compiled into {launch.kernel.__name__}",
-                    needed="a kernel that takes it at run time",
-                )
+                raise Unknown(leaf.expression, f"is compiled into {launch.kernel.__name__}")
+
+    def _check_conditions(self, numbers: list[str]) -> None:
+        """Bounds are for the caller to keep; what else is decided would take variants of its own."""
+        for left, operator, right in self.trace.conditions:
+            of_numbers = not {*names(left), *names(right)}.isdisjoint(numbers)
+            is_bound = isinstance(right, int) and (operator, right >= FAR) == ("<", True)
+            if not (of_numbers or is_bound or (operator, right) == (">=", 0)):
+                raise Unknown(("-", left, right), "is decided by")
 
     def _recipe(self, launch: Launch) -> Recipe:
         made = recipe(launch, self.target)
@@ -331,7 +350,8 @@ class _Tracer:
         return replace(made, options={**made.options, "ptx_version": PTX_VERSIONS[least]})
 
     def _whole(self, name: str, example: int, multiple_of: int = 1) -> Whole:
-        return Whole(name, example, self.trace, multiple_of)
+        self.known[name] = Whole(name, example, self.trace, multiple_of)
+        return self.known[name]
 
 
 class _Slopes(NamedTuple):
