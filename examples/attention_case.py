@@ -1,10 +1,11 @@
-"""Writes one attention with ALiBi under a causal mask, and what must come of it, for other languages.
+"""Writes one attention with ALiBi under a causal mask, and what must come of it, as plain files.
 
     python examples/attention_case.py FOLDER
 
-`sizes.txt` has a name and a number a line. Inputs are float16 (slopes and d_lse float32), and what
-must come out, in float64 computed, is float32: NAME.bin and expected_NAME.bin, each a contiguous
-array, but for query, key, value, out and their gradients: (batch, length, heads, head_dim) in memory.
+Programs in other languages check themselves with it. `sizes.txt` has a name and a number a line.
+NAME.bin are the inputs, float16 (slopes, d_lse float32); expected_NAME.bin is what must come out,
+computed in float64 and written as float32. Arrays of four dimensions lie as (batch, length, heads,
+head_dim) in memory.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def parse_term(text: str, size: Size) -> Mask | Bias:
 
 
 def written(term: Term) -> str:
-    """The text that names a term, whatever the order of its parts; fields in full, defaults left out.
+    """The text that names a term, whatever the order of its parts, without fields at defaults.
 
     >>> from limelight import KeyLengths, SlidingWindow
     >>> written(SlidingWindow(512) & KeyLengths([7]))
@@ -66,8 +66,7 @@ def written(term: Term) -> str:
     given = [
         f"{field.name}={'none' if value is None else value}"
         for field in fields(term)  # type: ignore[arg-type]
-        if field.name in term.plain_fields
-        and (value := getattr(term, field.name)) != field.default
+        if field.name in term.plain_fields and (value := getattr(term, field.name)) != field.default
     ]
     return spelled(type(term)) + (f"({', '.join(given)})" if given else "")
 

@@ -53,11 +53,7 @@ class Attention:
         value = self.matrix("value", "kv_len", "kv_heads", p.value_dim)
         rows = (of["batch"], of["q_heads"], of["q_len"])
         sinks = self.plain("sinks", (of["q_heads"],))
-        terms = []
-        for term in p.terms():
-            names = [t.name for t in variant.tensors if t.name.startswith(("mask.", "bias."))]
-            own = iter([name for name in names if term and name.startswith(term.argument)])
-            terms.append(term and term.map_tensors(lambda t: self.term(variant, next(own), t)))
+        terms = [self.on_device(term, variant) for term in p.terms()]
         call = Call(
             None, query, key, value, *terms, sinks, self.query_start, self.scale,
             self.softcap if p.softcap else None, 0.0, None,
@@ -76,14 +72,21 @@ class Attention:
             self.matrix("d_value", "kv_len", "kv_heads", p.value_dim),
             self.plain("d_sinks", (of["q_heads"],)),
             tuple(
-                self.plain(f"d_{name}", tensor.shape, tensor.dtype) if p.gradients == "all" else None
+                self.plain(f"d_{name}", tensor.shape, tensor.dtype)
+                if p.gradients == "all"
+                else None
                 for name, tensor in zip(wanted, bias, strict=True)
             ),
         )
         memory = self.memory(plan.scratch(call, gradients, capability))
-        return plan.backward(
-            call, out, lse, d_out, d_lse, gradients, memory, capability=capability
-        )
+        return plan.backward(call, out, lse, d_out, d_lse, gradients, memory, capability=capability)
+
+    def on_device(self, term: Any, variant: Variant) -> Any:
+        if term is None:
+            return None
+        start = f"{term.argument}."
+        names = iter([each.name for each in variant.tensors if each.name.startswith(start)])
+        return term.map_tensors(lambda example: self.term(variant, next(names), example))
 
     def term(self, variant: Variant, name: str, example: Any) -> Array:
         (declared,) = (tensor for tensor in variant.tensors if tensor.name == name)

@@ -7,9 +7,7 @@ from concrete import Attention
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from limelight.export import build
-from limelight.export.expression import evaluate, parse, text
-from limelight.export.traced import Number, Trace, Whole
+from limelight.export.expression import evaluate
 from limelight.export.variant import Problem, plan_variant
 from limelight.kernels.program import recipe
 
@@ -58,7 +56,9 @@ def test_a_variant_has_the_launches_of_the_plan(problem, target):
         planned = attention.launches(variant)
         values = attention.values()
         for left, operator, right in variant.conditions:
-            assert eval(f"a {operator} b", {"a": evaluate(left, values), "b": evaluate(right, values)})
+            assert eval(
+                f"a {operator} b", {"a": evaluate(left, values), "b": evaluate(right, values)}
+            )
         exported = [each for each in variant.launches if evaluate(each.grid, values)]
         assert len(exported) == len(planned)
         for ours, theirs in zip(exported, planned, strict=True):

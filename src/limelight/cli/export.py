@@ -97,6 +97,7 @@ def export(
             raise refused("--max-stack", str(error)) from error
     kernels, variants = (len(made.manifest[name]) for name in ("kernels", "variants"))
     console().print(
-        f"{made.folder}: {variants} variants, {kernels} kernels, {made.size / 1e6:.1f} MB, "
-        f"{time.monotonic() - start:.0f} s"
+        f"variants: {variants}, kernels: {kernels}, {made.size / 1e6:.1f} MB, "
+        f"{time.monotonic() - start:.0f} s, in {made.folder}",
+        soft_wrap=True,
     )

@@ -77,7 +77,9 @@ def compile(
     that does not fit its target, CompileError where the compiler ended without one.
     """
     variants = planned(targets, dtypes, head_dims, masks, biases, softcap, gradients)
-    recipes = {name_of(launch.recipe): launch.recipe for each in variants for launch in each.launches}
+    recipes = {
+        name_of(launch.recipe): launch.recipe for each in variants for launch in each.launches
+    }
     binaries = _compiled(recipes, max_stack, jobs or os.cpu_count() or 1, progress)
     return write(Path(folder), variants, binaries)
 
@@ -102,9 +104,7 @@ def planned(
             continue
         kinds = ("none", "inputs", *(["all"] if bias != "none" else [])) if gradients else ("none",)
         for kind in kinds:
-            problem = Problem.of(
-                dtype, dim, mask=mask, bias=bias, softcap=softcap, gradients=kind
-            )
+            problem = Problem.of(dtype, dim, mask=mask, bias=bias, softcap=softcap, gradients=kind)
             variants.append(plan_variant(problem, target))
     if not variants:
         raise invalid("dtypes", found=", ".join(dtypes), needed="one that a target can run")
@@ -115,7 +115,7 @@ def write(folder: Path, variants: Sequence[Variant], binaries: Mapping[str, Bina
     """Writes the folder. binaries: of every kernel that the variants launch, by `name_of`."""
     found = to_manifest(variants, binaries)
     validate(found)
-    own = resources.files(__package__).joinpath("c")
+    own = resources.files("limelight.export").joinpath("c")
     files = {each.name: each.read_bytes() for each in own.iterdir()} | {
         "manifest.json": to_text(found).encode(),
         "manifest.schema.json": schema().encode(),

@@ -136,7 +136,8 @@ class _Tables:
             if number > 3:
                 raise ValueError(f"{name}: the C launcher takes four tensors of a {role}")
         axes = ", ".join(
-            f"{{{self._axis(name, 'shape', axis, size)}, {self._axis(name, 'stride', axis, stride)}}}"
+            f"{{{self._entry(name, 'shape', axis, size)}, "
+            f"{self._entry(name, 'stride', axis, stride)}}}"
             for axis, (size, stride) in enumerate(
                 zip(tensor["shape"], tensor["strides"], strict=True)
             )
@@ -146,7 +147,7 @@ class _Tables:
             f"{len(tensor['shape'])}, {int(tensor['optional'])}, {{{axes}}}}}"
         )
 
-    def _axis(self, name: str, what: str, axis: int, text: str) -> str:
+    def _entry(self, name: str, what: str, axis: int, text: str) -> str:
         free = self._value(text) if text == f"{name}.{what}.{axis}" else "0"
         return f"{self.whole[text]}, {free}"
 

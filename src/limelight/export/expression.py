@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Union
+from typing import Any, TypeAlias
 
 from limelight.errors import invalid
 
-Expression = Union[int, float, str, tuple[str, Any, Any]]
+Expression: TypeAlias = int | float | str | tuple[str, Any, Any]
 """A number, a name, or an operator with its two operands."""
 
 OPERATORS: dict[str, Callable[[Any, Any], Any]] = {

@@ -16,7 +16,6 @@ from typing import Any
 from limelight._version import __version__
 from limelight.export.expression import names, parse, text
 from limelight.export.variant import ALIGNMENT, Tensor, Variant
-from limelight.kernels.launch import ITEM_BYTES
 from limelight.launcher import Binary, Recipe
 from limelight.launcher.abi import SCRATCH_POINTERS
 
@@ -132,8 +131,7 @@ def _variant(variant: Variant) -> dict[str, Any]:
         "tensors": [_tensor(tensor) for tensor in variant.tensors],
         "numbers": list(variant.numbers),
         "conditions": [
-            f"{text(left)} {operator} {text(right)}"
-            for left, operator, right in variant.conditions
+            f"{text(left)} {operator} {text(right)}" for left, operator, right in variant.conditions
         ],
         "workspace": [{"name": each.name, "bytes": text(each.size)} for each in variant.workspace],
         "launches": [
@@ -162,7 +160,7 @@ def _tensor(tensor: Tensor) -> dict[str, Any]:
 
 def schema() -> str:
     """The text of manifest.schema.json."""
-    return resources.files(__package__).joinpath("manifest.schema.json").read_text()
+    return resources.files("limelight.export").joinpath("manifest.schema.json").read_text()
 
 
 class ManifestError(ValueError):

@@ -1,15 +1,15 @@
 """Numbers that remember how they were made, so that a plan made once says all launches to come.
 
-The plan of a call is Python: it computes grids, strides and sizes of scratch memory from shapes. Run
-on these numbers, it returns expressions of them instead. Where it decides by one of them, the
+The plan of a call is Python: it computes grids, strides and sizes of scratch memory from shapes.
+Run on these numbers, it returns expressions of them instead. Where it decides by one of them, the
 decision holds for some problems only:
 
 - An order, such as `stride < 2**23`, is answered for the example's value, and kept as a condition
   that each launch has to fulfil.
 - What needs the number itself, such as a cache of earlier results, raises `Unknown`.
-- Equality is of expressions: an unknown number equals itself alone, not 1, and not another one. What
-  a plan does for unequal numbers is right for equal ones too, perhaps slower; tests hold exports to
-  the plans of such problems.
+- Equality is of expressions: an unknown number equals itself alone, not 1, and not another one.
+  What a plan does for unequal numbers is right for equal ones too, perhaps slower; tests hold
+  exports to the plans of such problems.
 - Divisibility is what was promised of the number.
 """
 

@@ -19,7 +19,7 @@ from limelight.export.expression import Expression, names
 from limelight.export.traced import Number, Trace, Unknown, Whole, expression_of
 from limelight.grammar import parse_bias, parse_mask, written
 from limelight.kernels import plan
-from limelight.kernels.launch import ITEM_BYTES, POINTER_TYPES, Array, Launch, Scalar, Shape
+from limelight.kernels.launch import ITEM_BYTES, Array, Launch, Shape
 from limelight.kernels.program import recipe
 from limelight.launcher import Recipe
 from limelight.problem import Layout
@@ -54,7 +54,6 @@ class Problem:
     @property
     def operation(self) -> str:
         return "forward" if self.gradients == "none" else "backward"
-
 
     @classmethod
     def of(cls, dtype: str, head_dim: int, *, mask: str, bias: str, **others: Any) -> Problem:
@@ -207,14 +206,13 @@ class _Tracer:
         d_lse = self._plain_tensor("d_lse", lse.shape, "float32", optional=True)
         parameters = [] if self.problem.gradients == "inputs" else self._of_bias()
         bias = call.bias.tensors() if call.bias is not None else []
-        gradients = Gradients(
-            *(
-                self._matrix(f"d_{name}", getattr(call, name).shape, optional=True, written=True)
-                for name in ("query", "key", "value")
-            ),
-            self._gradient("sinks"),
-            tuple(map(self._gradient, parameters)) or (None,) * len(bias),
+        query, key, value = (
+            self._matrix(f"d_{name}", getattr(call, name).shape, optional=True, written=True)
+            for name in ("query", "key", "value")
         )
+        sinks = self._gradient("sinks")
+        of_bias = tuple(map(self._gradient, parameters)) or (None,) * len(bias)
+        gradients = Gradients(query, key, value, sinks, of_bias)
         memory = self._workspace(plan.scratch(call, gradients, self.capability))
         return plan.backward(
             call, out, lse, d_out, d_lse, gradients, memory, capability=self.capability
@@ -273,9 +271,7 @@ class _Tracer:
         strides = [
             self._whole(f"{name}.stride.{axis}", 4096, multiple_of=16 // item) for axis in range(3)
         ]
-        return self._declared(
-            name, shape, (*strides, 1), self.problem.dtype, 16, optional, written
-        )
+        return self._declared(name, shape, (*strides, 1), self.problem.dtype, 16, optional, written)
 
     def _plain_tensor(
         self,
@@ -299,8 +295,8 @@ class _Tracer:
         optional: bool,
         written: bool,
     ) -> Array:
-        found = (tuple(map(expression_of, each)) for each in (shape, strides))
-        self.tensors.append(Tensor(name, dtype, *found, optional, written))
+        found = [tuple(map(expression_of, each)) for each in (shape, strides)]
+        self.tensors.append(Tensor(name, dtype, found[0], found[1], optional, written))
         return Array(self._whole(name, 4096), shape, strides, dtype, alignment)
 
     def _workspace(self, needed: dict[str, Shape]) -> dict[str, Array]:
@@ -337,7 +333,7 @@ class _Tracer:
                 raise Unknown(leaf.expression, f"is compiled into {launch.kernel.__name__}")
 
     def _check_conditions(self, numbers: list[str]) -> None:
-        """Bounds are for the caller to keep; what else is decided would take variants of its own."""
+        """Bounds are for the caller to keep; other decisions would take variants of their own."""
         for left, operator, right in self.trace.conditions:
             of_numbers = not {*names(left), *names(right)}.isdisjoint(numbers)
             is_bound = isinstance(right, int) and (operator, right >= FAR) == ("<", True)
