@@ -143,7 +143,7 @@ class Case:
         return made
 
     def check(self, made: dict[str, Tensor], mask: object = None, bias: object = None) -> None:
-        batch, heads, kv_heads, q_len, kv_len = self.size
+        *_, q_len, kv_len = self.size
         given = {name: as_float64(tensor) for name, tensor in self.tensors.items()}
         found = reference.attention(
             given["query"], given["key"], given["value"], mask=mask, bias=bias,
