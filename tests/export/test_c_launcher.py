@@ -220,6 +220,7 @@ WRONG = [
     ("WRONG_SIZE", lambda a: a.query.shape.__setitem__(2, 99), "query.shape.2: found 99"),
     ("WRONG_NUMBER", change(scale=-1.0), "scale > 1e-20"),
     ("WRONG_NUMBER", change(scale=float("nan")), "scale"),
+    ("WRONG_NUMBER", change(scale=1e39), "scale: found 1e+39, which does not fit a float"),
     ("WRONG_STRUCT", change(struct_size=8), "struct_size: found 8"),
     ("WRONG_ARCHITECTURE", change(target=86), "sm_86"),
     ("SMALL_WORKSPACE", change(workspace_size=100), "workspace: found 100 bytes"),
@@ -298,6 +299,8 @@ def test_threads_do_not_race(folder, tmp_path):
     command += [f"-I{folder}", THREADS, folder / "limelight.c", "-o", program, "-ldl", "-lm"]
     subprocess.run(command, check=True)
     done = subprocess.run([program, folder], capture_output=True, text=True, check=False)
+    if "unexpected memory mapping" in done.stderr:
+        pytest.skip("this ThreadSanitizer does not know this system's addresses")
     assert done.returncode == 0, done.stderr + done.stdout
     assert done.stdout == "8 threads, 2000 launches each\n"
     assert "ThreadSanitizer" not in done.stderr

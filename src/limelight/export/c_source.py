@@ -53,6 +53,7 @@ class _Tables:
                 self._function("whole", "int64_t", self.whole, ", int *overflow", _whole),
                 self._function("number", "double", self.numbers, "", _number),
                 _array("char *const", "whole_text", map(_quoted, self.whole)),
+                _array("char *const", "number_text", map(_quoted, self.numbers)),
                 *(_array(kind, name, rows) for kind, name, rows in self._named()),
                 f"enum {{ KERNELS = {len(kernels)}, VARIANTS = {len(variants)} }};",
                 _array("kernel_code", "kernels", kernels),

@@ -180,6 +180,9 @@ class _Tracer:
         value = self._matrix("value", (batch, of["kv_heads"], kv_len, p.value_dim))
         sinks = self._plain_tensor("sinks", (of["q_heads"],), "float32", optional=True)
         mask, bias = p.terms()
+        softcap = Number("softcap", 30.0, self.trace) if p.softcap else None
+        if softcap is not None:
+            self.trace.decide(softcap, ">", 0, True)
         return Call(
             None,  # type: ignore[arg-type]  # for backends, which take no part
             query,
@@ -190,7 +193,7 @@ class _Tracer:
             sinks,
             self._whole("query_start", 7),
             Number("scale", p.head_dim**-0.5, self.trace),
-            Number("softcap", 30.0, self.trace) if p.softcap else None,
+            softcap,
             0.0,
             None,
         )

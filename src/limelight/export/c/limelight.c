@@ -515,6 +515,9 @@ static limelight_status pack(const parameter *wanted, unsigned expression, value
     double found = number(expression, of->number);
     if (wanted->kind == KIND_FP64) result->fp64 = found;
     else result->fp32 = (float)found;
+    if (wanted->kind == KIND_FP32 && !isfinite(result->fp32))
+      return failed(LIMELIGHT_WRONG_NUMBER, "%s: found %g, which does not fit a float",
+                    number_text[expression], found);
     return LIMELIGHT_SUCCESS;
   }
   int64_t found = evaluate(expression, of);
