@@ -14,7 +14,8 @@ from stub_driver import Stub, with_stub_code
 
 from limelight.export.build import write
 from limelight.export.manifest import name_of
-from limelight.export.variant import Problem, Variant, plan_variant
+from limelight.export.tracer import plan_variant
+from limelight.export.variant import Problem, Variant
 from limelight.kernels.launch import Array
 from limelight.launcher import Binary, Recipe
 

@@ -21,7 +21,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stub_driver import build
 
-from limelight.export.variant import Problem, plan_variant
+from limelight.export.tracer import plan_variant
+from limelight.export.variant import Problem
 
 SIZES = st.fixed_dictionaries(
     {

@@ -20,7 +20,8 @@ from limelight.export import build
 from limelight.export.expression import parse, text
 from limelight.export.manifest import ManifestError, name_of, validate
 from limelight.export.traced import Number, Trace, Unknown, Whole
-from limelight.export.variant import Problem, plan_variant
+from limelight.export.tracer import plan_variant
+from limelight.export.variant import Problem
 from limelight.launcher import SharedMemoryError
 
 ROOT = Path(__file__).parents[2]
@@ -134,8 +135,13 @@ def test_a_wrong_manifest_is_refused(manifest, place, value, says):
         ({"dtypes": ["bfloat16"], "targets": ["sm_75"]}, "dtypes: found bfloat16"),
         ({"head_dims": [320]}, "query: found head_dim 320"),
         ({"masks": ["sideways"]}, "mask: found 'sideways'"),
-        ({"biases": ["transformer_xl_bias"]}, "needed one that is the same for all sizes"),
-        ({"dtypes": ["float32"], "targets": ["sm_90"], "head_dims": [64]}, "kv_len - q_len"),
+        ({"masks": ["sliding_window"]}, "needed numbers, as 'sliding_window(left=600, right=600)'"),
+        ({"biases": ["decomposed_bias"]}, "a plan for which bias.rel_h.shape.3 is compiled into"),
+        ({"biases": ["transformer_xl_bias(-5)"]}, "needed one that is the same for all sizes"),
+        (
+            {"dtypes": ["float32"], "targets": ["sm_90"], "head_dims": [64]},
+            "kv_len - q_len decides",
+        ),
     ],
     ids=str,
 )

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from limelight.export.expression import evaluate
-from limelight.export.variant import Problem, plan_variant
+from limelight.export.tracer import plan_variant
+from limelight.export.variant import Problem
 from limelight.kernels.program import recipe
 
 PROBLEMS = [

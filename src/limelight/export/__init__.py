@@ -2,8 +2,10 @@
 
     limelight.export.compile("folder", targets=["sm_80"], dtypes=["float16"], biases=["alibi"])
 
-`variant.py` plans the launches of a variant with traced numbers, `build.py` compiles them in
-parallel, `manifest.py` says in words what the folder holds. docs/export.md is for its readers.
+A `variant.py` is what is launched for one kind of attention; `tracer.py` makes it of the plan that
+runs at each call, given numbers that remember how they were made (`traced.py`). `build.py` compiles
+in parallel, `manifest.py` says in words what the folder holds, `c_source.py` in tables for C.
+docs/export.md is for the folder's readers.
 """
 
 from limelight.export.build import Export as Export

@@ -23,7 +23,8 @@ from limelight.export.manifest import (
     to_text,
     validate,
 )
-from limelight.export.variant import Problem, Variant, plan_variant
+from limelight.export.tracer import plan_variant
+from limelight.export.variant import Problem, Variant
 from limelight.launcher import Binary, Recipe, SharedMemoryError, compile_kernel
 
 TARGETS = ("sm_60", "sm_70", "sm_75", "sm_80", "sm_90")
