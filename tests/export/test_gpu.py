@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,16 +25,16 @@ TOLERANCES = {torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 
 @pytest.fixture(scope="session")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Launcher]:
-    """Exports for this GPU and for sm_80, by what is exported."""
+    """Exports for this GPU and perhaps for sm_80, by what is exported."""
     if not torch.cuda.is_available() or shutil.which("gcc") is None:
         pytest.skip("needs a CUDA GPU, and gcc")
     major, minor = torch.cuda.get_device_capability()
     kept: dict[str, Launcher] = {}
 
-    def made(**options: list) -> Launcher:
+    def made(*also: str, **options: Any) -> Launcher:
         if (key := str(options)) not in kept:
             place = Path(tmp_path_factory.mktemp("exported"))
-            targets = sorted({f"sm_{major}{minor}", "sm_80"})
+            targets = sorted({f"sm_{major}{minor}", *also})
             export.compile(place, targets=targets, **options)
             kept[key] = Launcher(compiled(place, place, Path("libcuda.so.1")), None, place)
         return kept[key]
@@ -173,7 +174,11 @@ def masked(lengths: Tensor) -> object:
 @pytest.mark.parametrize("target", [0, 80])
 def test_alibi_under_a_causal_mask_with_padding(exported, target):
     launcher = exported(
-        dtypes=["float16"], head_dims=[64], masks=["causal & key_lengths"], biases=["alibi"]
+        "sm_80",
+        dtypes=["float16"],
+        head_dims=[64],
+        masks=["causal & key_lengths"],
+        biases=["alibi"],
     )
     lengths = torch.tensor([333, 77], device="cuda")
     slopes = torch.tensor(ALiBi.paper_slopes(6), device="cuda")
@@ -191,7 +196,9 @@ def test_alibi_under_a_causal_mask_with_padding(exported, target):
 
 @pytest.mark.parametrize("target", [0, 80])
 def test_plain_bfloat16(exported, target):
-    launcher = exported(dtypes=["bfloat16"], head_dims=[128], masks=["none"], biases=["none"])
+    launcher = exported(
+        "sm_80", dtypes=["bfloat16"], head_dims=[128], masks=["none"], biases=["none"]
+    )
     case = Case(dtype=torch.bfloat16, dim=128)
     case.check(case.run(launcher, target))
 
@@ -199,7 +206,12 @@ def test_plain_bfloat16(exported, target):
 def test_tables_and_dense_biases(exported):
     bias = "dense_bias + relative_bias"
     launcher = exported(
-        dtypes=["float16"], head_dims=[64], masks=["causal"], biases=[bias], softcap=True
+        dtypes=["float16"],
+        head_dims=[64],
+        masks=["causal"],
+        biases=[bias],
+        softcap=True,
+        max_stack=4096,
     )
     dense = torch.randn(1, 6, 200, 333, device="cuda")
     table = torch.randn(6, 101, device="cuda")
