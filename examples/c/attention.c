@@ -2,12 +2,12 @@
  *
  *     limelight export --dtype float16 --head-dim 64 --causal --bias alibi --out kernels
  *     python examples/attention_case.py case
- *     gcc -std=c11 -O2 -pthread -Ikernels examples/c/attention.c kernels/limelight.c -o attention -ldl -lm
+ *     gcc -std=c11 -O2 -Ikernels examples/c/attention.c kernels/limelight.c -ldl -lm -o attention
  *     ./attention kernels case
  *
  * A third argument, such as 75, takes the kernels of sm_75 instead of those that suit the GPU; they
- * are assembled from PTX where the GPU is another one. CUDA's headers are not needed here either: the
- * few calls that every program makes, whichever way it comes to its tensors, are declared below.
+ * are assembled from PTX where the GPU is another one. CUDA's headers are not needed here either:
+ * the few calls that every program makes, however it comes to its tensors, are declared below.
  */
 #include "limelight.h"
 
@@ -102,7 +102,7 @@ static float from_half(uint16_t half) {
   return half & 0x8000 ? -size : size;
 }
 
-/* Prints how far a result on the device is from what it must be: |found - expected| / |expected|. */
+/* Prints how far a result on the device is off: |found - expected| / |expected|. */
 static int compare(const char *name, uint64_t address, size_t item) {
   char file[64];
   size_t size;
@@ -122,7 +122,8 @@ static int compare(const char *name, uint64_t address, size_t item) {
   return error < 2e-3; /* false for NaN too */
 }
 
-static void launch(limelight *kernels, limelight_operation operation, const limelight_attention *a) {
+static void launch(limelight *kernels, limelight_operation operation,
+                   const limelight_attention *a) {
   limelight_status status = limelight_launch(kernels, operation, a);
   if (status) stop(limelight_name(status), limelight_message());
 }

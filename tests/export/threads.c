@@ -41,9 +41,11 @@ static void *run(void *number) {
 }
 
 int main(int count, char **arguments) {
-  void *driver = dlopen(LIMELIGHT_DRIVER, RTLD_NOW), *found = driver ? dlsym(driver, "fake_make_current") : NULL;
+  void *driver = dlopen(LIMELIGHT_DRIVER, RTLD_NOW);
+  void *found = driver ? dlsym(driver, "fake_make_current") : NULL;
   memcpy(&make_current, &found, sizeof found);
-  if (count != 2 || !found || limelight_open(arguments[1], &kernels)) return puts(limelight_message()), 1;
+  if (count != 2 || !found || limelight_open(arguments[1], &kernels))
+    return puts(limelight_message()), 1;
   pthread_t threads[THREADS];
   for (int n = 0; n < THREADS; n++) pthread_create(&threads[n], NULL, run, (void *)(intptr_t)n);
   for (int n = 0; n < THREADS; n++) {

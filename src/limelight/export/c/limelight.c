@@ -1,4 +1,4 @@
-/* See limelight.h. What to launch is in limelight_tables.h, which is generated; this file is not. */
+/* See limelight.h. What to launch is in limelight_tables.h, which is generated. */
 #define _POSIX_C_SOURCE 200809L
 #include "limelight.h"
 
@@ -31,7 +31,10 @@ typedef struct {
   struct { uint16_t size, size_value, stride, stride_value; } axes[4]; /* value 0: not free */
 } tensor;
 
-typedef struct { uint16_t kernel, grid, needed_for_count; const uint16_t *needed_for, *arguments; } launch;
+typedef struct {
+  uint16_t kernel, grid, needed_for_count;
+  const uint16_t *needed_for, *arguments;
+} launch;
 typedef struct { uint16_t value, size; } slice;
 typedef enum { LESS, LESS_EQUAL, GREATER, GREATER_EQUAL } comparison;
 typedef struct { uint8_t of_numbers, operator; uint16_t left, right; const char *text; } condition;
@@ -63,8 +66,12 @@ static inline int64_t multiply(int64_t a, int64_t b, int *overflow) {
   *overflow |= __builtin_mul_overflow(a, b, &result);
   return result;
 }
-static inline int64_t divide_down(int64_t a, int64_t b) { return a / b - (a % b != 0 && (a < 0) != (b < 0)); }
-static inline int64_t divide_up(int64_t a, int64_t b) { return a / b + (a % b != 0 && (a < 0) == (b < 0)); }
+static inline int64_t divide_down(int64_t a, int64_t b) {
+  return a / b - (a % b != 0 && (a < 0) != (b < 0));
+}
+static inline int64_t divide_up(int64_t a, int64_t b) {
+  return a / b + (a % b != 0 && (a < 0) == (b < 0));
+}
 static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t greatest(int64_t a, int64_t b) { return a > b ? a : b; }
 
@@ -129,7 +136,8 @@ static struct {
   int (*cuLaunchKernel)(handle, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
                         unsigned, handle, void **, void **);
   /* Of CUDA 12, without which modules are loaded instead. */
-  int (*cuLibraryLoadData)(handle *, const void *, void *, void *, unsigned, void *, void *, unsigned);
+  int (*cuLibraryLoadData)(handle *, const void *, void *, void *, unsigned, void *, void *,
+                           unsigned);
   int (*cuLibraryGetKernel)(handle *, handle, const char *);
   int (*cuKernelGetFunction)(handle *, handle);
   int (*cuCtxGetId)(handle, unsigned long long *);
@@ -174,7 +182,8 @@ static void open_driver(void) {
   }
   int code = driver.cuInit(0);
   if (code)
-    snprintf(driver.message, sizeof driver.message, "the CUDA driver does not start: error %d", code);
+    snprintf(driver.message, sizeof driver.message, "the CUDA driver does not start: error %d",
+             code);
   else
     driver.status = LIMELIGHT_SUCCESS;
 }
@@ -297,7 +306,8 @@ static limelight_status load_function(limelight *opened, int kernel, int from_pt
   int error = 0;
   if (!driver.cuLibraryLoadData || !*library) {
     char *image;
-    limelight_status status = read_file(opened->folder, code->file, from_ptx ? "ptx" : "cubin", &image);
+    const char *ending = from_ptx ? "ptx" : "cubin";
+    limelight_status status = read_file(opened->folder, code->file, ending, &image);
     if (status) return status;
     handle module;
     if (!driver.cuLibraryLoadData) {
@@ -394,13 +404,13 @@ static limelight_status choose(limelight_operation operation, const limelight_at
   }
   if (best) return LIMELIGHT_SUCCESS;
   if (!found_kind)
-    return failed(LIMELIGHT_NOT_EXPORTED, "%s of dtype %d, mask %s, bias %s%s%s: found none in this "
-                  "folder", operation == LIMELIGHT_FORWARD ? "forward" : "backward", a->dtype,
+    return failed(LIMELIGHT_NOT_EXPORTED, "%s of dtype %d, mask %s, bias %s%s%s: found none in "
+                  "this folder", operation == LIMELIGHT_FORWARD ? "forward" : "backward", a->dtype,
                   or_none(a->mask), or_none(a->bias), a->softcap != 0 ? ", softcap" : "",
                   a->bias_gradients ? ", bias_gradients" : "");
   if (!found_dim)
-    return failed(LIMELIGHT_WRONG_HEAD_DIM, "head_dim: found %d (value_dim %d), which is not in this "
-                  "folder", a->head_dim, value_dim);
+    return failed(LIMELIGHT_WRONG_HEAD_DIM, "head_dim: found %d (value_dim %d), which is not in "
+                  "this folder", a->head_dim, value_dim);
   return failed(LIMELIGHT_WRONG_ARCHITECTURE, "found an sm_%d with %d bytes of shared memory, on "
                 "which no kernel in this folder for %s%d runs", here->capability, here->shared,
                 a->target ? "sm_" : "any target, ", a->target);
@@ -420,8 +430,10 @@ static int64_t evaluate(unsigned expression, values *of) {
 
 static limelight_status read_sizes(const limelight_attention *a, values *of) {
   const struct { const char *name; unsigned value; int64_t found, least, greatest; } sizes[] = {
-    {"batch", V_BATCH, a->batch, 0, INT32_MAX},     {"q_heads", V_Q_HEADS, a->q_heads, 1, INT32_MAX},
-    {"kv_heads", V_KV_HEADS, a->kv_heads, 1, INT32_MAX}, {"q_len", V_Q_LEN, a->q_len, 0, INT32_MAX},
+    {"batch", V_BATCH, a->batch, 0, INT32_MAX},
+    {"q_heads", V_Q_HEADS, a->q_heads, 1, INT32_MAX},
+    {"kv_heads", V_KV_HEADS, a->kv_heads, 1, INT32_MAX},
+    {"q_len", V_Q_LEN, a->q_len, 0, INT32_MAX},
     {"kv_len", V_KV_LEN, a->kv_len, 0, INT32_MAX},
     {"query_start", V_QUERY_START, a->query_start, -LAST_START, LAST_START},
   };
@@ -438,7 +450,8 @@ static limelight_status read_sizes(const limelight_attention *a, values *of) {
   of->number[N_SCALE] = a->scale != 0 ? a->scale : 1 / sqrt(a->head_dim);
   of->number[N_SOFTCAP] = a->softcap;
   if (!(a->softcap >= 0 && isfinite(a->softcap)))
-    return failed(LIMELIGHT_WRONG_NUMBER, "softcap: found %g, needed a positive number", a->softcap);
+    return failed(LIMELIGHT_WRONG_NUMBER, "softcap: found %g, needed a positive number",
+                  a->softcap);
   if (!isfinite(of->number[N_SCALE]))
     return failed(LIMELIGHT_WRONG_NUMBER, "scale: found %g, needed a number", a->scale);
   return LIMELIGHT_SUCCESS;
@@ -473,7 +486,8 @@ static limelight_status lay_out(const variant *chosen, values *of, size_t *bytes
   for (int n = 0; n < chosen->slice_count; n++) {
     int64_t size = evaluate(chosen->slices[n].size, of);
     of->whole[chosen->slices[n].value] = offset; /* its address, less the workspace's */
-    offset = add(offset, multiply(divide_up(size, ALIGNMENT), ALIGNMENT, &of->overflow), &of->overflow);
+    size = multiply(divide_up(size, ALIGNMENT), ALIGNMENT, &of->overflow);
+    offset = add(offset, size, &of->overflow);
   }
   *bytes = (size_t)offset;
   if (of->overflow || offset < 0)
@@ -507,7 +521,7 @@ static limelight_status check_conditions(const variant *chosen, values *of) {
 
 /* Launches. */
 
-typedef union { int64_t i64; uint64_t u64; int32_t i32; uint32_t u32; float fp32; double fp64; } argument;
+typedef union { int64_t i64; int32_t i32; uint32_t u32; float fp32; double fp64; } argument;
 
 static limelight_status pack(const parameter *wanted, unsigned expression, values *of,
                              argument *result) {
@@ -530,7 +544,8 @@ static limelight_status pack(const parameter *wanted, unsigned expression, value
              : wanted->kind == KIND_U32 ? found >= 0 && found <= UINT32_MAX
                                         : 1;
   if (!fits)
-    return failed(misfit(text), "%s: found %lld, which does not fit 32 bits", text, (long long)found);
+    return failed(misfit(text), "%s: found %lld, which does not fit 32 bits", text,
+                  (long long)found);
   if (wanted->kind == KIND_I32) result->i32 = (int32_t)found;
   else if (wanted->kind == KIND_U32) result->u32 = (uint32_t)found;
   else result->i64 = found;
@@ -640,7 +655,8 @@ limelight_status limelight_launch(limelight *opened, limelight_operation operati
   return status;
 }
 
-limelight_tensor limelight_contiguous(uint64_t address, int64_t heads, int64_t length, int64_t dim) {
-  limelight_tensor made = {.address = address, .stride = {heads * length * dim, length * dim, dim, 1}};
+limelight_tensor limelight_contiguous(uint64_t address, int64_t heads, int64_t length,
+                                      int64_t dim) {
+  limelight_tensor made = {address, {heads * length * dim, length * dim, dim, 1}, {0}};
   return made;
 }
