@@ -2,7 +2,8 @@
  *
  *     limelight export --dtype float16 --head-dim 64 --causal --bias alibi --out kernels
  *     python examples/attention_case.py case
- *     gcc -std=c11 -O2 -Ikernels examples/c/attention.c kernels/limelight.c -ldl -lm -o attention
+ *     gcc -std=c11 -O2 -pthread -Ikernels -o attention \
+ *         examples/c/attention.c kernels/limelight.c -ldl -lm
  *     ./attention kernels case
  *
  * A third argument, such as 75, takes the kernels of sm_75 instead of those that suit the GPU; they
