@@ -89,6 +89,20 @@ def test_the_default_set_is_planned():
     assert len(kernels) < 330
 
 
+def test_an_export_takes_the_place_of_another(tmp_path):
+    for problem in FOLDER_PROBLEMS[:2]:
+        variant = plan_variant(problem, (8, 0))
+        binaries = {name_of(each.recipe): stub_binary(each.recipe) for each in variant.launches}
+        build.write(tmp_path, [variant], binaries)
+    kernels = {path.stem for path in (tmp_path / "kernels").iterdir()}
+    assert kernels == set(binaries)
+
+
+def test_what_is_asked_for_twice_is_there_once():
+    options = {"targets": ["sm_80"], "dtypes": ["float16"], "head_dims": [64], "biases": ["alibi"]}
+    assert len(build.planned(masks=["causal", "Causal"], **options)) == 3
+
+
 def test_the_manifest_says_all(manifest):
     validate(manifest)
     assert len(manifest["variants"]) == len(TARGETS) * len(FOLDER_PROBLEMS)

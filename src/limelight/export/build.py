@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -98,7 +99,7 @@ def planned(
     for dtype in dtypes:
         if dtype not in flash.DTYPES:
             raise invalid("dtype", found=repr(dtype), needed=f"one of {', '.join(flash.DTYPES)}")
-    variants = []
+    wanted: dict[tuple[Problem, tuple[int, int]], None] = {}  # a set, in order
     for text, dtype, dim, mask, bias in product(targets, dtypes, head_dims, masks, biases):
         target = _target(text)
         if dtype == "bfloat16" and target < (8, 0):
@@ -106,14 +107,17 @@ def planned(
         kinds = ("none", "inputs", *(["all"] if bias != "none" else [])) if gradients else ("none",)
         for kind in kinds:
             problem = Problem.of(dtype, dim, mask=mask, bias=bias, softcap=softcap, gradients=kind)
-            variants.append(plan_variant(problem, target))
-    if not variants:
+            wanted[problem, target] = None
+    if not wanted:
         raise invalid("dtypes", found=", ".join(dtypes), needed="one that a target can run")
-    return variants
+    return [plan_variant(problem, target) for problem, target in wanted]
 
 
 def write(folder: Path, variants: Sequence[Variant], binaries: Mapping[str, Binary]) -> Export:
-    """Writes the folder. binaries: of every kernel that the variants launch, by `name_of`."""
+    """Writes the folder, in the place of an export that is there.
+
+    binaries: of every kernel that the variants launch, by `name_of`.
+    """
     found = to_manifest(variants, binaries)
     validate(found)
     own = resources.files("limelight.export").joinpath("c")
@@ -125,10 +129,20 @@ def write(folder: Path, variants: Sequence[Variant], binaries: Mapping[str, Bina
     for name, binary in binaries.items():
         paths = found["kernels"][name]["files"]
         files |= {paths["cubin"]: binary.cubin, paths["ptx"]: binary.ptx.encode()}
+    _clear(folder)
     for path, contents in files.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_bytes(contents)
     return Export(folder, found, sum(map(len, files.values())))
+
+
+def _clear(folder: Path) -> None:
+    """Deletes the kernels of an earlier export."""
+    path = folder / "manifest.json"
+    if path.exists():
+        for kernel in json.loads(path.read_text())["kernels"].values():
+            for file in kernel["files"].values():
+                (folder / "kernels" / Path(file).name).unlink(missing_ok=True)
 
 
 def _target(text: str) -> tuple[int, int]:

@@ -58,21 +58,23 @@ def is_portable(target: tuple[int, int]) -> bool:
 
 
 def to_text(manifest: Mapping[str, Any]) -> str:
-    """As JSON: a parameter and a launch on each line."""
-    dense = json.JSONEncoder(ensure_ascii=False)
-    kept: list[str] = []
+    """As JSON: a parameter on each line, and the arguments of a launch."""
+    return _lines(manifest, "") + "\n"
 
-    def keep(node: Any, depth: int) -> Any:
-        flat = dense.encode(node)
-        if not isinstance(node, (dict, list)) or len(flat) <= 92 or not depth:
-            kept.append(flat)
-            return f"\0{len(kept) - 1}\0"
-        if isinstance(node, dict):
-            return {key: keep(value, depth - 1) for key, value in node.items()}
-        return [keep(value, depth - 1) for value in node]
 
-    lines = json.dumps(keep(manifest, 5), indent=1)
-    return re.sub(r'"\\u0000(\d+)\\u0000"', lambda found: kept[int(found[1])], lines) + "\n"
+def _lines(node: Any, indent: str) -> str:
+    flat = json.dumps(node, ensure_ascii=False)
+    if not isinstance(node, (dict, list)) or len(flat) <= 96:
+        return flat
+    if isinstance(node, list) and all(isinstance(each, str) for each in node):
+        return flat
+    inside = indent + " "
+    if isinstance(node, dict):
+        parts = [f"{json.dumps(key)}: {_lines(value, inside)}" for key, value in node.items()]
+    else:
+        parts = [_lines(each, inside) for each in node]
+    opened, closed = flat[0], flat[-1]
+    return f"{opened}\n{inside}" + f",\n{inside}".join(parts) + f"\n{indent}{closed}"
 
 
 def _kernel(name: str, binary: Binary) -> dict[str, Any]:
