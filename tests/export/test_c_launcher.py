@@ -199,7 +199,7 @@ def huge(attention):
 WRONG = [
     ("NOT_ALIGNED", change(workspace=0x7000_0000_0010), "workspace: found 0x700000000010"),
     ("NOT_ALIGNED", move("query", 8), "query: found 0x1000008, needed a multiple of 16"),
-    ("WRONG_STRIDE", move("key", axis2=68), "key.stride.2: found 0x44, needed a multiple of 8"),
+    ("WRONG_STRIDE", move("key", axis2=68), "key.stride.2: found 68, needed a multiple of 8"),
     ("WRONG_STRIDE", move("value", axis3=2), "value.stride.3: found 2, needed 1"),
     ("WRONG_STRIDE", move("lse", axis1=7), "lse.stride.1: found 7, needed q_len"),
     ("WRONG_STRIDE", move("out", axis2=2**23), "out.stride.2 < 8388608"),

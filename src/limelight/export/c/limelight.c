@@ -536,9 +536,11 @@ static limelight_status pack(const parameter *wanted, unsigned expression, value
   }
   int64_t found = evaluate(expression, of);
   const char *text = whole_text[expression];
+  if (found % wanted->multiple_of && wanted->kind == KIND_POINTER)
+    return failed(LIMELIGHT_NOT_ALIGNED, "%s: found %#llx, needed a multiple of %d", text,
+                  (long long)found, wanted->multiple_of);
   if (found % wanted->multiple_of)
-    return failed(wanted->kind == KIND_POINTER ? LIMELIGHT_NOT_ALIGNED : misfit(text),
-                  "%s: found %#llx, needed a multiple of %d", text, (long long)found,
+    return failed(misfit(text), "%s: found %lld, needed a multiple of %d", text, (long long)found,
                   wanted->multiple_of);
   int fits = wanted->kind == KIND_I32   ? found >= INT32_MIN && found <= INT32_MAX
              : wanted->kind == KIND_U32 ? found >= 0 && found <= UINT32_MAX
