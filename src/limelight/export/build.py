@@ -25,7 +25,8 @@ from limelight.export.manifest import (
     validate,
 )
 from limelight.export.tracer import plan_variant
-from limelight.export.variant import Problem, Variant
+from limelight.export.variant import EXAMPLE, Problem, Variant
+from limelight.kernels import configs
 from limelight.launcher import Binary, Recipe, SharedMemoryError, compile_kernel
 
 TARGETS = ("sm_60", "sm_70", "sm_75", "sm_80", "sm_90")
@@ -71,7 +72,10 @@ def compile(
     targets: such as "sm_80". masks, biases: as on the command line, such as "causal & key_lengths",
     or "none". softcap: whether scores are capped. gradients: with backwards; those of a bias's
     tensors as a variant of its own. max_stack: bytes that a thread may spill. jobs: processes at
-    once; as many as there are processors by default. bfloat16 is left out before sm_80.
+    once; as many as there are processors by default.
+
+    Left out are bfloat16 before sm_80, and float32 with a head_dim up to 64 on sm_90, where the
+    plan depends on the lengths (sm_80's PTX serves it).
 
     No GPU and no array library is needed; the same call writes the same bytes.
 
@@ -102,7 +106,7 @@ def planned(
     wanted: dict[tuple[Problem, tuple[int, int]], None] = {}  # a set, in order
     for text, dtype, dim, mask, bias in product(targets, dtypes, head_dims, masks, biases):
         target = _target(text)
-        if dtype == "bfloat16" and target < (8, 0):
+        if _is_left_out(dtype, dim, target):
             continue
         kinds = ("none", "inputs", *(["all"] if bias != "none" else [])) if gradients else ("none",)
         for kind in kinds:
@@ -134,6 +138,14 @@ def write(folder: Path, variants: Sequence[Variant], binaries: Mapping[str, Bina
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_bytes(contents)
     return Export(folder, found, sum(map(len, files.values())))
+
+
+def _is_left_out(dtype: str, dim: int, target: tuple[int, int]) -> bool:
+    """What another target's code serves, or nothing can."""
+    major, minor = target
+    lengths = (EXAMPLE.q_len, EXAMPLE.kv_len)
+    by_length = configs.in_halves(dtype, 10 * major + minor, dim, lengths, allow_tf32=False)
+    return by_length or (dtype == "bfloat16" and target < (8, 0))
 
 
 def _clear(folder: Path) -> None:
