@@ -154,7 +154,7 @@ def test_a_wrong_manifest_is_refused(manifest, place, value, says):
         ({"biases": ["transformer_xl_bias(-5)"]}, "needed one that is the same for all sizes"),
         (
             {"dtypes": ["float32"], "targets": ["sm_90"], "head_dims": [64]},
-            "kv_len - q_len decides",
+            "dtypes: found float32",
         ),
     ],
     ids=str,
