@@ -26,7 +26,7 @@ FOLDER_PROBLEMS = [
     Problem.of("float16", 64, mask=mask, bias="alibi", gradients=gradients)
     for mask in ("causal", "causal & key_lengths")
     for gradients in ("none", "inputs", "all")
-]
+] + [Problem.of("float16", 64, mask="none", bias="relative_bias", gradients="all")]
 
 
 def stub_binary(recipe: Recipe) -> Binary:

@@ -35,9 +35,9 @@ SIZES = st.fixed_dictionaries(
 GRADIENTS = ("none", "inputs", "all")
 
 
-def made(gradients="none", mask="causal", target=(9, 0), **others):
+def made(gradients="none", mask="causal", bias="alibi", target=(9, 0), **others):
     """A problem of the folder: for C, and the plan's launches."""
-    problem = Problem.of("float16", 64, mask=mask, bias="alibi", gradients=gradients)
+    problem = Problem.of("float16", 64, mask=mask, bias=bias, gradients=gradients)
     sizes = {"batch": 2, "q_heads": 4, "kv_heads": 2, "q_len": 100, "kv_len": 90}
     sizes |= {name: others.pop(name) for name in tuple(others) if name in sizes}
     attention = Attention(problem, sizes, **others)
@@ -89,6 +89,15 @@ def test_launches_are_the_plan_s(launcher, stub, mask, gradients):
         assert all(each.device == 1 and each.stream == 77 for each in stub.launches[first:])
 
     agree()
+
+
+def test_a_table_has_as_many_entries_as_the_caller_says(launcher, stub):
+    attention, launches = made("all", "none", "relative_bias")
+    assert launcher.launch(BACKWARD, attention) == "SUCCESS", launcher.message
+    check(stub, launches)
+    attention.bias_tensors[0].shape[1] += 1
+    assert launcher.launch(BACKWARD, attention) == "WRONG_STRIDE"
+    assert launcher.message == "bias.table.stride.0: found 1501, needed bias.table.shape.1"
 
 
 def test_nothing_is_loaded_twice(launcher, stub):

@@ -457,12 +457,23 @@ static limelight_status read_sizes(const limelight_attention *a, values *of) {
   return LIMELIGHT_SUCCESS;
 }
 
+static const limelight_tensor *given_for(const tensor *each, const limelight_attention *a) {
+  return (const limelight_tensor *)((const char *)a + each->place);
+}
+
+/* The sizes that a tensor alone knows. */
+static void read_shape(const tensor *each, const limelight_attention *a, values *of) {
+  for (int axis = 0; axis < each->dimensions; axis++)
+    if (each->axes[axis].size_value)
+      of->whole[each->axes[axis].size_value] = given_for(each, a)->shape[axis];
+}
+
 static limelight_status read_tensor(const tensor *each, const limelight_attention *a, values *of) {
-  const limelight_tensor *given = (const limelight_tensor *)((const char *)a + each->place);
+  const limelight_tensor *given = given_for(each, a);
   int64_t elements = 1;
   of->whole[each->value] = (int64_t)given->address;
+  read_shape(each, a, of);
   for (int axis = 0; axis < each->dimensions; axis++) {
-    if (each->axes[axis].size_value) of->whole[each->axes[axis].size_value] = given->shape[axis];
     int64_t size = evaluate(each->axes[axis].size, of), found = given->shape[axis];
     if (size < 0 || size > INT32_MAX || (found && found != size))
       return failed(LIMELIGHT_WRONG_SIZE, "%s.shape.%d: found %lld, needed %s", each->name, axis,
@@ -595,12 +606,8 @@ limelight_status limelight_workspace(limelight *opened, limelight_operation oper
   limelight_status status = current_place(&here);
   if (!status) status = choose(operation, a, &here, &chosen);
   if (!status) status = read_sizes(a, &of);
-  for (int n = 0; !status && n < chosen.variant->tensor_count; n++) {
-    const tensor *each = &chosen.variant->tensors[n]; /* for sizes that a tensor alone knows */
-    const limelight_tensor *given = (const limelight_tensor *)((const char *)a + each->place);
-    for (int axis = 0; axis < each->dimensions; axis++)
-      if (each->axes[axis].size_value) of.whole[each->axes[axis].size_value] = given->shape[axis];
-  }
+  for (int n = 0; !status && n < chosen.variant->tensor_count; n++)
+    read_shape(&chosen.variant->tensors[n], a, &of);
   return status ? status : lay_out(chosen.variant, &of, bytes);
 }
 
