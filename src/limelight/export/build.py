@@ -24,6 +24,7 @@ from limelight.export.manifest import (
     to_text,
     validate,
 )
+from limelight.export.rust_source import crate
 from limelight.export.tracer import plan_variant
 from limelight.export.variant import EXAMPLE, Problem, Variant
 from limelight.kernels import configs
@@ -129,6 +130,7 @@ def write(folder: Path, variants: Sequence[Variant], binaries: Mapping[str, Bina
         "manifest.json": to_text(found).encode(),
         "manifest.schema.json": schema().encode(),
         "limelight_tables.h": tables(found).encode(),
+        **crate(found),
     }
     for name, binary in binaries.items():
         paths = found["kernels"][name]["files"]

@@ -1,0 +1,125 @@
+"""The exported crate: it builds by itself, and launches what the plan and the C launcher do.
+
+Behind rust/src/lib.rs it has the C launcher's functions, so the C launcher's tests are run on it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import test_c_launcher
+from c_launcher import BACKWARD, FORWARD, Launcher
+from stub_driver import Stub, build
+from test_c_launcher import (
+    made,
+    stub,  # noqa: F401  # fixture
+    test_absent_gradients_are_left_out,  # noqa: F401
+    test_an_architecture_without_code,  # noqa: F401
+    test_an_empty_problem,  # noqa: F401
+    test_another_gpu_s_kernels_on_request,  # noqa: F401
+    test_capture,  # noqa: F401
+    test_code_that_needs_too_much_shared_memory_is_not_chosen,  # noqa: F401
+    test_launches_are_the_plan_s,  # noqa: F401
+    test_no_context,  # noqa: F401
+    test_nothing_is_loaded_twice,  # noqa: F401
+    test_strides_of_what_is_one_long_do_not_matter,  # noqa: F401
+    test_the_best_code_for_a_gpu,  # noqa: F401
+    test_what_the_driver_says,  # noqa: F401
+    test_workspace_is_what_a_launch_asks_for,  # noqa: F401
+)
+
+HERE = Path(__file__).with_name("rust")
+# What Rust's types do not let happen, and what they call otherwise.
+UNSAYABLE = {
+    "struct_size: found 8",
+    "batch: found -1, needed 0 to 2147483647",
+    "out.stride.2 >= 0",
+}
+OTHERWISE = {
+    "dtype 2": "bfloat16",
+    "scale: found 1e+39, which does not fit a float": "scale: found 1e39, which does not fit",
+}
+WRONG = [
+    (status, spoil, OTHERWISE.get(says, says))
+    for status, spoil, says in test_c_launcher.WRONG
+    if says not in UNSAYABLE
+]
+
+
+def cargo(*arguments: str, folder: Path, **variables: str) -> None:
+    done = subprocess.run(
+        ["cargo", *arguments, "--offline", "--quiet"],
+        cwd=folder,
+        env={**os.environ, "CARGO_TARGET_DIR": str(folder / "target"), **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="session")
+def crate(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the exported folder, beside which others find it."""
+    if shutil.which("cargo") is None:
+        pytest.skip("needs cargo")
+    return Path(shutil.copytree(folder, tmp_path_factory.mktemp("crates") / "exported"))
+
+
+@pytest.fixture(scope="session")
+def as_c(crate: Path) -> Path:
+    place = Path(shutil.copytree(HERE, crate.with_name("as_c")))
+    cargo("build", folder=place)
+    return place / "target" / "debug" / "liblimelight_as_c.so"
+
+
+def opened(as_c: Path, place: Path, driver: Path, stub: Stub | None, folder: Path) -> Launcher:
+    """A library of its own, which has opened the driver."""
+    library = shutil.copy(as_c, place / "liblimelight_as_c.so")
+    launcher = Launcher(library, stub, folder)
+    attention, _ = made()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LIMELIGHT_DRIVER", str(driver))
+        launcher.launch(FORWARD, attention)
+    return launcher
+
+
+@pytest.fixture(scope="session", params=["CUDA 12", "CUDA 11.8"])
+def launcher(request, as_c, folder, tmp_path_factory) -> Launcher:
+    place = tmp_path_factory.mktemp("built")
+    driver = build(place, *(["-DOLD_DRIVER"] if request.param == "CUDA 11.8" else []))
+    return opened(as_c, place, driver, Stub(driver), folder)
+
+
+@pytest.mark.parametrize(("status", "spoil", "says"), WRONG, ids=[says for *_, says in WRONG])
+def test_wrong_use_has_an_error(launcher, stub, status, spoil, says):  # noqa: F811
+    test_c_launcher.test_wrong_use_has_a_status_and_a_message(launcher, stub, status, spoil, says)
+
+
+def test_tensors_that_nothing_reads(launcher, stub):  # noqa: F811
+    attention, _ = made("all")
+    attention.d_bias_tensors[1].address = 256
+    assert launcher.launch(BACKWARD, attention) == "WRONG_SIZE"
+    assert launcher.message == "d_bias_tensors: found 2 tensors, needed 1"
+    assert not stub.launches
+
+
+def test_no_driver(as_c, folder, tmp_path):
+    launcher = opened(as_c, tmp_path, tmp_path / "none.so", None, folder)
+    attention, _ = made()
+    assert launcher.launch(FORWARD, attention) == "NO_DRIVER"
+    assert "none.so" in launcher.message
+    assert "driver is needed" in launcher.message
+
+
+def test_the_crate_s_own_tests_and_lints(crate):
+    cargo("test", folder=crate)
+    for tool, arguments in (
+        ("cargo-fmt", ["fmt", "--check"]),
+        ("cargo-clippy", ["clippy", "--all-targets", "--", "-D", "warnings"]),
+    ):
+        pass
