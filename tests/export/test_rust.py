@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import threading
 from pathlib import Path
 
 import pytest
@@ -50,11 +51,11 @@ WRONG = [
 ]
 
 
-def cargo(*arguments: str, folder: Path, **variables: str) -> None:
+def cargo(*arguments: str, folder: Path) -> None:
     done = subprocess.run(
-        ["cargo", *arguments, "--offline", "--quiet"],
+        ["cargo", *arguments],
         cwd=folder,
-        env={**os.environ, "CARGO_TARGET_DIR": str(folder / "target"), **variables},
+        env={**os.environ, "CARGO_TARGET_DIR": str(folder / "target"), "CARGO_NET_OFFLINE": "true"},
         capture_output=True,
         text=True,
         check=False,
@@ -77,10 +78,10 @@ def as_c(crate: Path) -> Path:
     return place / "target" / "debug" / "liblimelight_as_c.so"
 
 
-def opened(as_c: Path, place: Path, driver: Path, stub: Stub | None, folder: Path) -> Launcher:
-    """A library of its own, which has opened the driver."""
+def opened(as_c: Path, place: Path, driver: Path, folder: Path) -> Launcher:
+    """A library of its own, which has opened the driver, if there is one."""
     library = shutil.copy(as_c, place / "liblimelight_as_c.so")
-    launcher = Launcher(library, stub, folder)
+    launcher = Launcher(library, Stub(driver) if driver.exists() else None, folder)
     attention, _ = made()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LIMELIGHT_DRIVER", str(driver))
@@ -92,7 +93,7 @@ def opened(as_c: Path, place: Path, driver: Path, stub: Stub | None, folder: Pat
 def launcher(request, as_c, folder, tmp_path_factory) -> Launcher:
     place = tmp_path_factory.mktemp("built")
     driver = build(place, *(["-DOLD_DRIVER"] if request.param == "CUDA 11.8" else []))
-    return opened(as_c, place, driver, Stub(driver), folder)
+    return opened(as_c, place, driver, folder)
 
 
 @pytest.mark.parametrize(("status", "spoil", "says"), WRONG, ids=[says for *_, says in WRONG])
@@ -109,17 +110,48 @@ def test_tensors_that_nothing_reads(launcher, stub):  # noqa: F811
 
 
 def test_no_driver(as_c, folder, tmp_path):
-    launcher = opened(as_c, tmp_path, tmp_path / "none.so", None, folder)
+    launcher = opened(as_c, tmp_path, tmp_path / "none.so", folder)
     attention, _ = made()
     assert launcher.launch(FORWARD, attention) == "NO_DRIVER"
     assert "none.so" in launcher.message
     assert "driver is needed" in launcher.message
 
 
-def test_the_crate_s_own_tests_and_lints(crate):
+def test_threads_load_and_launch_at_once(launcher, stub):  # noqa: F811
+    """On two devices; each thread has a context of its own current."""
+    attention, launches = made("inputs")
+    statuses = []
+
+    def work(device):
+        stub.make_current(device)
+        for _ in range(50):
+            statuses.append(launcher.launch(BACKWARD, attention))
+
+    threads = [threading.Thread(target=work, args=(1 + n % 2,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert set(statuses) == {"SUCCESS"}
+    devices = [each.device for each in stub.launches]
+    assert devices.count(1) == devices.count(2) == 4 * 50 * len(launches)
+    assert stub.loads() <= 2 * len(launches)
+
+
+def test_the_crate_passes_its_own_tests(crate):
     cargo("test", folder=crate)
-    for tool, arguments in (
-        ("cargo-fmt", ["fmt", "--check"]),
+
+
+@pytest.mark.parametrize(
+    ("tool", "arguments"),
+    [
+        ("rustfmt", ["fmt", "--check"]),
         ("cargo-clippy", ["clippy", "--all-targets", "--", "-D", "warnings"]),
-    ):
-        pass
+        ("rustdoc", ["doc"]),
+    ],
+)
+@pytest.mark.parametrize("which", ["exported", "as_c"])
+def test_lints(crate, tool, arguments, which):
+    if shutil.which(tool) is None:
+        pytest.skip(f"needs {tool}")
+    cargo(*arguments, folder=crate.with_name(which))

@@ -32,7 +32,8 @@ fn add(a: Whole, b: Whole) -> Whole { a?.checked_add(b?) }
 fn subtract(a: Whole, b: Whole) -> Whole { a?.checked_sub(b?) }
 fn multiply(a: Whole, b: Whole) -> Whole { a?.checked_mul(b?) }
 fn divide_down(a: Whole, b: Whole) -> Whole { a?.checked_div_euclid(b?) }
-fn divide_up(a: Whole, b: Whole) -> Whole { subtract(Some(0), divide_down(subtract(Some(0), a), b)) }
+fn negated(a: Whole) -> Whole { a?.checked_neg() }
+fn divide_up(a: Whole, b: Whole) -> Whole { negated(divide_down(negated(a), b)) }
 fn least(a: Whole, b: Whole) -> Whole { Some(a?.min(b?)) }
 fn greatest(a: Whole, b: Whole) -> Whole { Some(a?.max(b?)) }
 """
@@ -83,7 +84,7 @@ class _Tables:
                 _static("WHOLE_TEXT", "&str", map(_quoted, self.whole)),
                 _static("NUMBER_TEXT", "&str", map(_quoted, self.numbers)),
                 *(
-                    f"const LIST_{n}: &[{kind}] = &[{_wrapped(rows)}];"
+                    f"const LIST_{n}: &[{kind}] = &[{', '.join(rows)}];"
                     for (kind, rows), n in self.lists.items()
                 ),
                 _static("KERNELS", "Kernel", kernels),
@@ -294,10 +295,6 @@ def _function(
 
 def _static(name: str, kind: str, rows: Iterable[str]) -> str:
     return "\n".join((f"pub static {name}: &[{kind}] = &[", *(f"    {row}," for row in rows), "];"))
-
-
-def _wrapped(rows: Iterable[str]) -> str:
-    return ", ".join(rows)
 
 
 def _kind(kind: str) -> str:

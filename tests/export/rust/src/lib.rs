@@ -116,7 +116,7 @@ pub extern "C" fn limelight_message() -> *const c_char {
 /// As in C.
 #[no_mangle]
 pub unsafe extern "C" fn limelight_open(_: *const c_char, result: *mut *mut c_void) -> c_int {
-    *result = 1 as *mut c_void;
+    *result = std::ptr::dangling_mut();
     0
 }
 

@@ -543,6 +543,12 @@ impl Launch {
         tables::KERNELS[self.kernel].shared
     }
 
+    /// One for each of the kernel's parameters, its value in the first bytes: of an i32 or a float
+    /// four, of an address or an i64 all eight.
+    pub fn arguments(&self) -> &[u64] {
+        &self.arguments
+    }
+
     /// What `cuLaunchKernel` takes: for each parameter the address of its value, valid as long as
     /// this launch is neither moved nor changed.
     pub fn argument_pointers(&mut self) -> Vec<*mut c_void> {
