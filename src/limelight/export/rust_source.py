@@ -229,9 +229,8 @@ def _spelled(role: str, texts: Iterable[str]) -> dict[str, str]:
     """Of each text a name for Rust: CausalAndKeyLengths of "causal & key_lengths"."""
     spelled = {
         text: "".join(
-            _SIGNS.get(part, part[:1].upper() + part[1:])
-            for part in re.findall(r"[A-Za-z0-9]+|[^\w\s]", text)
-            if part.isalnum() or part in _SIGNS
+            _SIGNS.get(part) or part[:1].upper() + part[1:]
+            for part in re.findall(r"[A-Za-z0-9]+|[&|+~.-]", text)
         )
         for text in ("none", *sorted(set(texts) - {"none"}))
     }

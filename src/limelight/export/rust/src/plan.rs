@@ -368,10 +368,10 @@ impl Values {
         let found = self.evaluate(expression)?;
         let text = WHOLE_TEXT[usize::from(expression)];
         if found % multiple_of != 0 {
-            let message = format!("{text}: found {found:#x}, needed a multiple of {multiple_of}");
+            let needed = format!("needed a multiple of {multiple_of}");
             return Err(match kind {
-                Kind::Pointer => Error::NotAligned(message),
-                _ => misfit(text, message),
+                Kind::Pointer => Error::NotAligned(format!("{text}: found {found:#x}, {needed}")),
+                _ => misfit(text, format!("{text}: found {found}, {needed}")),
             });
         }
         // GPUs, and hosts of theirs, read the low bytes first.
