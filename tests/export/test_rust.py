@@ -6,8 +6,10 @@ Behind rust/src/lib.rs it has the C launcher's functions, so the C launcher's te
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -33,6 +35,7 @@ from test_c_launcher import (
     test_workspace_is_what_a_launch_asks_for,  # noqa: F401
 )
 
+ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).with_name("rust")
 # What Rust's types do not let happen, and what they call otherwise.
 UNSAYABLE = {
@@ -155,3 +158,23 @@ def test_lints(crate, tool, arguments, which):
     if shutil.which(tool) is None:
         pytest.skip(f"needs {tool}")
     cargo(*arguments, folder=crate.with_name(which))
+
+
+def test_the_examples_are_formatted():
+    if shutil.which("rustfmt") is None:
+        pytest.skip("needs rustfmt")
+    examples = (ROOT / "examples" / "rust").glob("*.rs")
+    subprocess.run(["rustfmt", "--check", "--edition", "2021", *examples], check=True)
+
+
+def test_the_tutorial_s_kernel(tmp_path):
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "rust.md").read_text(), re.S)
+    (tmp_path / "tutorial.py").write_text(code)
+    done = subprocess.run(
+        [sys.executable, "tutorial.py"], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "scaled_add 128 threads 0 bytes\n"
+    ptx = (tmp_path / "scaled_add.ptx").read_text()
+    assert ".version 7.0" in ptx
+    kinds = re.findall(r"\.param \.(\w+)", ptx)
+    assert kinds == ["u64", "u64", "u64", "f32", "u32", "u64", "u64"]

@@ -68,7 +68,7 @@ def compile(
     jobs: int | None = None,
     progress: Progress = lambda done, total, name: None,
 ) -> Export:
-    """Compiles every combination, and writes kernels, manifest and C launcher to a folder.
+    """Compiles every combination; writes kernels, manifest, C launcher and Rust crate to a folder.
 
     targets: such as "sm_80". masks, biases: as on the command line, such as "causal & key_lengths",
     or "none". softcap: whether scores are capped. gradients: with backwards; those of a bias's
