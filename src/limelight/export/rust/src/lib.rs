@@ -57,6 +57,9 @@
 //! the calls return at once. Nothing is allocated on the device. Everything may be called from any
 //! thread. Nothing is launched unless everything fits: what does not is an [`Error`] of its own.
 //!
+//! The driver is `libcuda.so.1`, or what the environment variable `LIMELIGHT_DRIVER` names, such as a
+//! stand-in for tests.
+//!
 //! To launch through another library's driver calls (`load_ptx` and the like), take what
 //! [`Problem::plan_forward`] and [`Problem::plan_backward`] return.
 
