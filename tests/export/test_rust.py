@@ -20,6 +20,7 @@ from stub_driver import Stub, build
 from test_c_launcher import (
     made,
     stub,  # noqa: F401  # fixture
+    test_a_table_has_as_many_entries_as_the_caller_says,  # noqa: F401
     test_absent_gradients_are_left_out,  # noqa: F401
     test_an_architecture_without_code,  # noqa: F401
     test_an_empty_problem,  # noqa: F401

@@ -270,15 +270,22 @@ impl Values {
         Ok(values)
     }
 
+    /// The sizes that a tensor alone knows.
+    fn read_shape(&mut self, rule: &TensorRule, given: Tensor) {
+        for (axis, size) in rule.axes.iter().zip(given.shape) {
+            if let Some(value) = axis.free_size {
+                self.set(value, counted(size));
+            }
+        }
+    }
+
     fn read_tensor(&mut self, rule: &TensorRule, given: Tensor) -> Result<(), Error> {
         let mut elements = 1_i64;
         // An address is a pattern of bits; whether it is beyond 2^63 does not matter.
         self.set(rule.address, given.address as i64);
+        self.read_shape(rule, given);
         for (n, axis) in rule.axes.iter().enumerate() {
             let found = counted(given.shape[n]);
-            if let Some(value) = axis.free_size {
-                self.set(value, found);
-            }
             let size = self.evaluate(axis.size)?;
             if !(0..=i64::from(i32::MAX)).contains(&size) || (found != 0 && found != size) {
                 let needed = WHOLE_TEXT[usize::from(axis.size)];
@@ -493,11 +500,7 @@ pub(crate) fn workspace(
     let (variant, _) = choose(problem, operation, gpu)?;
     let mut values = Values::of_sizes(problem)?;
     for rule in variant.tensors {
-        for (axis, size) in rule.axes.iter().zip(given(rule.place, tensors).shape) {
-            if let Some(value) = axis.free_size {
-                values.set(value, counted(size)); // which this tensor alone knows
-            }
-        }
+        values.read_shape(rule, given(rule.place, tensors));
     }
     values.lay_out(variant)
 }
