@@ -36,6 +36,8 @@ from test_c_launcher import (
     test_workspace_is_what_a_launch_asks_for,  # noqa: F401
 )
 
+from limelight.export.rust_source import _spelled
+
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).with_name("rust")
 # What Rust's types do not let happen, and what they call otherwise.
@@ -59,7 +61,12 @@ def cargo(*arguments: str, folder: Path) -> None:
     done = subprocess.run(
         ["cargo", *arguments],
         cwd=folder,
-        env={**os.environ, "CARGO_TARGET_DIR": str(folder / "target"), "CARGO_NET_OFFLINE": "true"},
+        env={
+            **os.environ,
+            "CARGO_TARGET_DIR": str(folder / "target"),
+            "CARGO_NET_OFFLINE": "true",
+            "RUSTDOCFLAGS": "-D warnings",
+        },
         capture_output=True,
         text=True,
         check=False,
@@ -159,6 +166,18 @@ def test_lints(crate, tool, arguments, which):
     if shutil.which(tool) is None:
         pytest.skip(f"needs {tool}")
     cargo(*arguments, folder=crate.with_name(which))
+
+
+def test_masks_and_biases_have_names_in_rust():
+    texts = ["causal & key_lengths", "sliding_window(left=8, right=0)", "causal"]
+    assert _spelled("mask", texts) == {
+        "none": "None",
+        "causal": "Causal",
+        "causal & key_lengths": "CausalAndKeyLengths",
+        "sliding_window(left=8, right=0)": "SlidingWindowLeft8Right0",
+    }
+    with pytest.raises(ValueError, match="alike"):
+        _spelled("mask", ["prefix_lm", "prefix lm"])
 
 
 def test_the_examples_are_formatted():
