@@ -24,6 +24,7 @@ from limelight.export.manifest import (
     to_text,
     validate,
 )
+from limelight.export.rust_source import crate
 from limelight.export.tracer import plan_variant
 from limelight.export.variant import EXAMPLE, Problem, Variant
 from limelight.kernels import configs
@@ -67,7 +68,7 @@ def compile(
     jobs: int | None = None,
     progress: Progress = lambda done, total, name: None,
 ) -> Export:
-    """Compiles every combination, and writes kernels, manifest and C launcher to a folder.
+    """Compiles every combination; writes kernels, manifest, C launcher and Rust crate to a folder.
 
     targets: such as "sm_80". masks, biases: as on the command line, such as "causal & key_lengths",
     or "none". softcap: whether scores are capped. gradients: with backwards; those of a bias's
@@ -129,6 +130,7 @@ def write(folder: Path, variants: Sequence[Variant], binaries: Mapping[str, Bina
         "manifest.json": to_text(found).encode(),
         "manifest.schema.json": schema().encode(),
         "limelight_tables.h": tables(found).encode(),
+        **crate(found),
     }
     for name, binary in binaries.items():
         paths = found["kernels"][name]["files"]
