@@ -53,7 +53,7 @@ def export(
         int | None, typer.Option(min=1, help="Compilers at once; by default one a processor.")
     ] = None,
 ) -> None:
-    """Compile kernels for GPUs that need not be here, with a manifest, a C launcher and a Rust crate.
+    """Compile kernels for GPUs that need not be here, with a manifest and launchers in C and Rust.
 
     Every combination of the options given is exported; what is not given has several values: see
     the defaults in docs/export.md.
