@@ -145,21 +145,23 @@ def _fragment(scores, at, own, PRECISION: tl.constexpr):
     ROWS: tl.constexpr = at.q_pos.numel
     KEYS: tl.constexpr = at.k_pos.numel
     IN_ONE_LINE: tl.constexpr = (own.columns.COUNT % KEYS == 0) & (own.FIRST_KEY % KEYS == 0)
-    row = at.first_key - at.offset - at.query_start + tl.arange(0, ROWS)
+    row = tl.reshape(at.q_pos - at.query_start, [ROWS])
     if IN_ONE_LINE & (at.k_pos.shape[0] == 1):
         line, column, inside = _place(at.first_key, own)
         within = tl.arange(0, KEYS)
         if own.columns.COUNT > KEYS:
             within += column
-        by_line = _load(own.lines, row[:, None], line, at)
+        by_line = _load(own.lines, row[:, None], line, at).to(tl.float32) * at.unit
         # Without a look at `inside`, so that a line as long as a tile is read once for all tiles.
-        by_column = _load(own.columns, row[:, None], within[None, :], at)
-        bias = tl.where(inside, by_line.to(tl.float32) + by_column.to(tl.float32), 0.0)
+        by_column = _load(own.columns, row[:, None], within[None, :], at).to(tl.float32) * at.unit
+        scores += tl.where(inside, by_column, 0.0)
+        scores += tl.where(inside, by_line, 0.0)
     else:
         line, column, inside = _place(at.k_pos, own)
         bias = _shared_out(own.lines, row, line, inside, at, PRECISION)
         bias += _shared_out(own.columns, row, column, inside, at, PRECISION)
-    return scores + bias * at.unit
+        scores += bias * at.unit
+    return scores
 
 
 @jit
