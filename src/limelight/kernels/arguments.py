@@ -62,7 +62,7 @@ class Sizes(NamedTuple):
 class Numbers(NamedTuple):
     query_start: Scalar  # where there is none per batch element
     scale: Scalar
-    unit: Scalar  # what a bias of 1 is in scores that wait for the scale
+    unit: Scalar | float  # what a bias of 1 is in scores that wait for the scale
     softcap: Scalar
     seed: Scalar  # where there is none on the device
     drop_below: Scalar  # dropout drops a weight whose 32-bit word lies under this

@@ -84,8 +84,9 @@ def key_gradients(
     tiles = tl.cdiv(sizes.kv_len, TILE_N)
     first_key = tl.program_id(0) % tiles * TILE_N
     kv_heads = sizes.q_heads // sizes.group
-    kv_head = tl.program_id(0) // tiles % kv_heads
-    batch = tl.program_id(0) // tiles // kv_heads
+    batches = tl.num_programs(0) // (tiles * kv_heads)
+    batch = tl.program_id(0) // tiles % batches
+    kv_head = tl.program_id(0) // tiles // batches
     unit = units_of(units, batch, kv_head, sizes)
     if is_elsewhere(unit, options):
         return

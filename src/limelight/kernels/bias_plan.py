@@ -47,13 +47,13 @@ def scratch(call: Call, wanted: Gradients, capability: int) -> dict[str, Shape]:
         parts = _pair_parts(call, config_of(call, configs.dense_gradient, capability, item))
         needed["pair_sums"] = Shape((parts.count.value, heads, q_len, kv_len), "float32")
     if "vectors" in kinds:
-        config = configs.reading(capability, item, dim_of(call))
+        config = configs.bands(capability, item, dim_of(call))
         along = _diagonals(call, config)
         rows = (along.parts.value, heads, along.count.value, 2 * config.keys + 2)
         # Biases take turns in the same memory.
         needed["bands"] = Shape((*rows, call.query.shape[3]), "float32")
         needed["numbers_bands"] = Shape((*rows, 1), "float32")
-        needed["key_ranges"] = Shape((batch, tiles_of(q_len, config.rows), 4), "int32")
+        needed["band_ranges"] = Shape((batch, tiles_of(q_len, config.rows), 4), "int32")
     return needed
 
 
@@ -73,7 +73,7 @@ def backward(
         if gradient is not None and child.gradient == "dense":
             launches += _dense_gradient(call, gradient, shared, scalars, dense)
         elif gradient is not None and child.gradient == "vectors":
-            config = configs.reading(capability, item, dim_of(call))
+            config = configs.bands(capability, item, dim_of(call))
             launches += _vector_gradients(call, child, gradient, memory, shared, scalars, config)
     kinds = _kinds(call, gradients)
     if "offset" in kinds:
@@ -192,7 +192,7 @@ def _offset_gradients(
     """One walk for all biases of offsets, then each bias's own fold."""
     size = call.size
     along = _diagonals(call, config)
-    launches = _key_ranges(call, memory, shared, scalars, config)
+    launches = _key_ranges(call, memory["key_ranges"], shared, scalars, config)
     biases = list(zip(args.bias_children(call.bias), shared["biases"], strict=True))
     arguments = {
         **shared,
@@ -213,7 +213,7 @@ def _offset_gradients(
 
 def _key_ranges(
     call: Call,
-    memory: dict[str, Array],
+    found: Array,
     shared: dict[str, Any],
     scalars: dict[str, Any],
     config: Config,
@@ -221,7 +221,7 @@ def _key_ranges(
     arguments = {
         "query_starts": shared["query_starts"],
         "masks": shared["masks"],
-        "found": memory["key_ranges"],
+        "found": found,
         "sizes": scalars["sizes"],
         "numbers": scalars["numbers"],
         "options": scalars["options"],
@@ -309,14 +309,14 @@ def _vector_gradients(
     arguments = {
         **shared,
         "bias": bias,
-        "seen": memory["key_ranges"],
+        "seen": memory["band_ranges"],
         "bands": memory["bands"],
         "numbers_bands": memory["numbers_bands"],
         **scalars,
         "diagonals": along,
     }
     grid = along.parts.value * call.size.q_heads * along.count.value
-    launches = _key_ranges(call, memory, shared, scalars, config)
+    launches = _key_ranges(call, memory["band_ranges"], shared, scalars, config)
     launches += tiled_launches(band_gradients, grid, arguments, dims_of(call), config)
     vectors, numbers = (*gradient, None)[:2] if isinstance(gradient, tuple) else (gradient, None)
     for total, bands in ((vectors, memory["bands"]), (numbers, memory["numbers_bands"])):

@@ -160,11 +160,13 @@ def program_tile(sizes, TILE_M: tl.constexpr):
     """This program's tile of queries, head and batch element.
 
     The tiles of a head run side by side and share its keys in the L2 cache, last first: under a
-    causal mask those have the most work.
+    causal mask those have the most work. Then come the other batch elements, which may share a
+    bias.
     """
     tiles = tl.cdiv(sizes.q_len, TILE_M)
     program = tl.program_id(0)
     tile = tiles - 1 - program % tiles
-    head = program // tiles % sizes.q_heads
-    batch = program // tiles // sizes.q_heads
+    batches = tl.num_programs(0) // (tiles * sizes.q_heads)
+    batch = program // tiles % batches
+    head = program // tiles // batches
     return tile, head, batch
