@@ -309,9 +309,11 @@ def _add_band(target: Any, part: Any, first: Any, xp: Any) -> None:
             target[:, end] += xp.sum(clipped, axis=1)
 
 
-# On the device a tile has at most as many rows as keys, N. Of its band's two halves of N offsets a
-# row needs each of the N columns once: from the second half where the first is not reached. So both
-# products come together in one tile, and a row of it turned by its number is a row of scores.
+# On the device a tile has at most as many rows as keys, N. Its band has two halves of N offsets,
+# whose products with the queries lie side by side in shared memory, from where every score takes
+# its own. A warp holds 8 rows and 4 pairs of columns at a time: with the index of the pair and then
+# that of the row last, its threads write to 32 banks, and read from 32, as the offset moves by two
+# from pair to pair and by one from row to row.
 
 
 class _OnDevice(NamedTuple):
@@ -410,7 +412,10 @@ def _add_to_query(d_query, d_scores, at, own, PRECISION: tl.constexpr):
 
 @jit
 def _unskewed(d_scores, kv_len):
-    """The gradients of the products with both halves of the band, [M, N] each."""
+    """The way back: the gradients of the products with both halves of the band, [M, N] each.
+
+    Row i is turned left by i + 1 (and N - M); what came around belongs to the first half.
+    """
     M: tl.constexpr = d_scores.shape[0]
     N: tl.constexpr = d_scores.shape[1]
     parts = tl.reshape(d_scores, [M // 8, 8, N // 8, 4, 2])
@@ -422,6 +427,7 @@ def _unskewed(d_scores, kv_len):
     place = (group % (N // 8)) * (8 * M) + high * 32
     place += (step % 2) * (4 * M) + low * 4 + step % 8 // 2
     turned = tl.reshape(tl.gather(flat, tl.reshape(place, [M * N]), 0), [M, N])
+    # Always true, which Triton cannot know: it lays the result out like d_scores, for a product.
     turned = tl.where(kv_len > 0, turned, d_scores)
     is_near = tl.reshape(tl.broadcast_to(group >= N // 8, [M // 8, 8, N // 8, 8]), [M, N])
     return tl.where(is_near, turned, 0.0), tl.where(is_near, 0.0, turned)
