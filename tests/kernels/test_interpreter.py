@@ -42,7 +42,8 @@ BATCH, HEADS, KV_HEADS, Q_LEN, KV_LEN = 2, 2, 1, 37, 53
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     tables = ("forward", "key_gradients", "query_gradient", "dense_gradient", "offset_gradient")
-    for name in (*tables, "query_gradient_of_offsets", "reading"):
+    others = ("query_gradient_of_offsets", "query_gradient_of_rows", "reading", "bands")
+    for name in (*tables, *others):
         monkeypatch.setattr(configs, name, lambda *_: Config(16, 16, 4, 1))
     monkeypatch.setattr(configs, "ROW_NUMBERS", Config(32, 1, 4, 1))
 

@@ -47,6 +47,9 @@ class Bias(Term):
     # Whether it has a `product_fragment` on the device.
     multiplies: ClassVar[bool] = False
 
+    # Whether its function on the device takes scores as [queries, keys] only, never transposed.
+    upright: ClassVar[bool] = False
+
     # How the fused kernels make the gradient of the tensor.
     # "head": one number for each (batch, head), the sum over a matrix of scores of d_scores times
     #     `slope(at, own)`, a field on the device, elementwise; it costs no product.

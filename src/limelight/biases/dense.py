@@ -32,6 +32,7 @@ class DenseBias(Bias):
 
     tensor_fields: ClassVar[tuple[str, ...]] = ("tensor",)
     may_hide: ClassVar[bool] = True
+    upright: ClassVar[bool] = True
     gradient: ClassVar[GradientKind | None] = "dense"
 
     def check(self, size: Size) -> None:
@@ -69,5 +70,7 @@ def _fragment(scores, at, own):
     places = matrix + row * own.row_stride + at.k_pos * own.key_stride
     inside = (row < at.q_len) & (at.k_pos < at.kv_len)
     bias = tl.load(places, mask=inside, other=0.0).to(tl.float32) * at.unit
-    # Not left to the sum: the score of a hidden key may be NaN.
-    return tl.where(bias == float("-inf"), bias, scores + bias)
+    total = scores + bias
+    if at.guarded:  # the score of a hidden key may be NaN
+        total = tl.where(bias == float("-inf"), bias, total)
+    return total

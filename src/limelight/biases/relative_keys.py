@@ -58,6 +58,7 @@ class _RelativeKeys(Bias):
     first: int | None
 
     multiplies: ClassVar[bool] = True
+    upright: ClassVar[bool] = True
     gradient: ClassVar[GradientKind | None] = "vectors"
 
     def _table(self) -> Any:
@@ -129,7 +130,7 @@ class _RelativeKeys(Bias):
         return _OnDevice(
             _fragment,
             _add_to_query,
-            _turned,
+            _unskewed,
             _places,
             table,
             _head_stride(table, 3),
@@ -308,15 +309,17 @@ def _add_band(target: Any, part: Any, first: Any, xp: Any) -> None:
             target[:, end] += xp.sum(clipped, axis=1)
 
 
-# On the device a tile has at most as many rows as keys, N. Of its band's two halves of N offsets a
-# row needs each of the N columns once: from the second half where the first is not reached. So both
-# products come together in one tile, and a row of it turned by its number is a row of scores.
+# On the device a tile has at most as many rows as keys, N. Its band has two halves of N offsets,
+# whose products with the queries lie side by side in shared memory, from where every score takes
+# its own. A warp holds 8 rows and 4 pairs of columns at a time: with the index of the pair and then
+# that of the row last, its threads write to 32 banks, and read from 32, as the offset moves by two
+# from pair to pair and by one from row to row.
 
 
 class _OnDevice(NamedTuple):
     product_fragment: Any
     add_to_query: Any
-    turned: Any
+    unskewed: Any
     places: Any
     table: Any
     table_head_stride: int
@@ -334,23 +337,32 @@ class _OnDevice(NamedTuple):
 
 @jit
 def _fragment(scores, at, own, PRECISION: tl.constexpr):
-    if at.q_pos.shape[0] == 1:  # a column of scores belongs to a query
-        AXIS: tl.constexpr = 0
-        ROWS: tl.constexpr = scores.shape[1]
-    else:
-        AXIS: tl.constexpr = 1
-        ROWS: tl.constexpr = scores.shape[0]
-    KEYS: tl.constexpr = scores.shape[AXIS]
+    ROWS: tl.constexpr = scores.shape[0]
+    KEYS: tl.constexpr = scores.shape[1]
     near = _products(_places(at.offset, 0, ROWS, KEYS, own), at, own, PRECISION)
     far = _products(_places(at.offset, KEYS, ROWS, KEYS, own), at, own, PRECISION)
-    row, key = tl.arange(0, ROWS), tl.arange(0, KEYS) + _zero(at.first_key)
-    if AXIS == 1:
-        row, key = row[:, None], key[None, :]
-    else:
-        row, key = row[None, :], key[:, None]
-    products = tl.where(row + key >= ROWS - 1, near, far)
-    values = tl.gather(products, (key - row + (ROWS - 1)) % KEYS, AXIS)
+    values = _skewed(near, far)
+    if own.HAS_SCORES:
+        line = _numbers(tl.arange(0, 2 * KEYS) + (at.offset - (ROWS - 1) - own.first), at, own)
+        element = tl.arange(0, ROWS * KEYS)
+        place = element % KEYS - element // KEYS + (ROWS - 1)
+        values += tl.reshape(tl.gather(line, place, 0), [ROWS, KEYS])
     return scores + values * (at.unit * at.scale)
+
+
+@jit
+def _skewed(near, far):
+    """[M, N]: element (i, j) is element j - i + M - 1 of row i of both [M, N] side by side."""
+    M: tl.constexpr = near.shape[0]
+    N: tl.constexpr = near.shape[1]
+    both = tl.reshape(tl.permute(tl.join(near, far), (0, 2, 1)), [M // 8, 8, N // 4, 4, 2])
+    flat = tl.reshape(tl.permute(both, (2, 4, 0, 1, 3)), [2 * M * N])
+    high, low = tl.arange(0, M // 8)[:, None, None, None], tl.arange(0, 8)[None, :, None, None]
+    group, within = tl.arange(0, N // 8)[None, None, :, None], tl.arange(0, 8)[None, None, None, :]
+    step = within - low + 7
+    place = (group - high + (M // 8 - 1)) * (8 * M) + high * 32
+    place += (step // 8) * (8 * M) + (step % 2) * (4 * M) + low * 4 + step % 8 // 2
+    return tl.reshape(tl.gather(flat, tl.reshape(place, [M * N]), 0), [M, N])
 
 
 @jit
@@ -361,17 +373,8 @@ def _places(offset, skip, ROWS: tl.constexpr, KEYS: tl.constexpr, own):
 
 @jit
 def _products(place, at, own, PRECISION: tl.constexpr):
-    """Of the tile's queries with the vectors at these places, in the scores' orientation."""
-    vectors = _vectors(place, at, own)
-    if at.q_pos.shape[0] == 1:
-        products = tl.dot(vectors, tl.trans(at.query), input_precision=PRECISION)
-        if own.HAS_SCORES:
-            products += _numbers(place, at, own)[:, None]
-    else:
-        products = tl.dot(at.query, tl.trans(vectors), input_precision=PRECISION)
-        if own.HAS_SCORES:
-            products += _numbers(place, at, own)[None, :]
-    return products
+    """Of the tile's queries with the vectors at these places, [M, N]."""
+    return tl.dot(at.query, tl.trans(_vectors(place, at, own)), input_precision=PRECISION)
 
 
 @jit
@@ -400,28 +403,31 @@ def _add_to_query(d_query, d_scores, at, own, PRECISION: tl.constexpr):
     """d_query [M, D], not yet scaled, with what a tile's d_scores [M, N] add to it."""
     ROWS: tl.constexpr = d_scores.shape[0]
     KEYS: tl.constexpr = d_scores.shape[1]
-    turned = _turned(d_scores.to(at.query.dtype), at.first_key)
-    column = tl.arange(0, KEYS) + _zero(at.first_key)
-    near = tl.arange(0, ROWS)[:, None] + column[None, :] >= ROWS - 1
+    d_near, d_far = _unskewed(d_scores, at.kv_len)
     vectors = _vectors(_places(at.offset, 0, ROWS, KEYS, own), at, own)
-    d_query = tl.dot(tl.where(near, turned, 0.0), vectors, d_query, input_precision=PRECISION)
+    d_query = tl.dot(d_near.to(vectors.dtype), vectors, d_query, input_precision=PRECISION)
     vectors = _vectors(_places(at.offset, KEYS, ROWS, KEYS, own), at, own)
-    return tl.dot(tl.where(near, 0.0, turned), vectors, d_query, input_precision=PRECISION)
+    return tl.dot(d_far.to(vectors.dtype), vectors, d_query, input_precision=PRECISION)
 
 
 @jit
-def _zero(first_key):
-    """0, of which a compiler cannot know that it stays the same from tile to tile: it would keep an
-    index for each score in registers that there are not."""
-    return tl.minimum(first_key + 2**30, 0)
+def _unskewed(d_scores, kv_len):
+    """The way back: the gradients of the products with both halves of the band, [M, N] each.
 
-
-@jit
-def _turned(d_scores, first_key):
-    """The gradients of the products with both halves of the band, [M, N], in one tile as they came:
-    of the first half where row + column is at least M - 1."""
-    ROWS: tl.constexpr = d_scores.shape[0]
-    KEYS: tl.constexpr = d_scores.shape[1]
-    row = tl.arange(0, ROWS)[:, None]
-    column = (tl.arange(0, KEYS) + _zero(first_key))[None, :]
-    return tl.gather(d_scores, (column + row + (KEYS - ROWS + 1)) % KEYS, 1)
+    Row i is turned left by i + 1 (and N - M); what came around belongs to the first half.
+    """
+    M: tl.constexpr = d_scores.shape[0]
+    N: tl.constexpr = d_scores.shape[1]
+    parts = tl.reshape(d_scores, [M // 8, 8, N // 8, 4, 2])
+    flat = tl.reshape(tl.permute(parts, (2, 4, 0, 1, 3)), [M * N])
+    high, low = tl.arange(0, M // 8)[:, None, None, None], tl.arange(0, 8)[None, :, None, None]
+    group, within = tl.arange(0, N // 8)[None, None, :, None], tl.arange(0, 8)[None, None, None, :]
+    step = within + low + (N - M + 1) % 8
+    group = group + high + step // 8 + (N - M + 1) // 8
+    place = (group % (N // 8)) * (8 * M) + high * 32
+    place += (step % 2) * (4 * M) + low * 4 + step % 8 // 2
+    turned = tl.reshape(tl.gather(flat, tl.reshape(place, [M * N]), 0), [M, N])
+    # Always true, which Triton cannot know: it lays the result out like d_scores, for a product.
+    turned = tl.where(kv_len > 0, turned, d_scores)
+    is_near = tl.reshape(tl.broadcast_to(group >= N // 8, [M // 8, 8, N // 8, 8]), [M, N])
+    return tl.where(is_near, turned, 0.0), tl.where(is_near, 0.0, turned)

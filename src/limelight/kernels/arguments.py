@@ -21,7 +21,7 @@ from limelight.terms import broadcast_strides
 class Strides(NamedTuple):
     batch: Scalar
     head: Scalar
-    row: Scalar
+    row: Scalar | int
 
 
 class TensorStrides(NamedTuple):
@@ -62,7 +62,7 @@ class Sizes(NamedTuple):
 class Numbers(NamedTuple):
     query_start: Scalar  # where there is none per batch element
     scale: Scalar
-    unit: Scalar  # what a bias of 1 is in scores that wait for the scale
+    unit: Scalar | float  # what a bias of 1 is in scores that wait for the scale
     softcap: Scalar
     seed: Scalar  # where there is none on the device
     drop_below: Scalar  # dropout drops a weight whose 32-bit word lies under this
@@ -75,11 +75,12 @@ class Options(NamedTuple):
     softcap: bool
     dropout: bool
     late_scale: bool  # the scale waits for the exponent
-    all_partial: bool  # a bias may hide keys anywhere
+    hides: bool  # a bias may hide keys anywhere
     gaps: bool  # a key inside a range may be hidden from every query of a tile
     scattered: bool  # the masks have states: tiles inside a range may be skipped
     precision: str  # of products of float32
     reading: tuple[bool, ...]  # of each bias, whether it reads the query
+    upright: bool  # a bias needs its scores as [queries, keys]
 
 
 def terms(call: Call, precision: str) -> dict[str, Any]:
@@ -114,7 +115,7 @@ def numbers_and_options(call: Call, precision: str) -> dict[str, Any]:
     numbers = Numbers(
         query_start=i32(call.query_start if isinstance(call.query_start, int) else 0),
         scale=f32(call.scale),
-        unit=f32(1 / call.scale if late_scale else 1.0),
+        unit=f32(1 / call.scale) if late_scale else 1.0,
         softcap=f32(call.softcap or 0.0),
         seed=i64(_signed(call.seed) if isinstance(call.seed, int) else 0),
         drop_below=i64(threshold),
@@ -124,11 +125,12 @@ def numbers_and_options(call: Call, precision: str) -> dict[str, Any]:
         softcap=call.softcap is not None,
         dropout=call.dropout_p > 0,
         late_scale=late_scale,
-        all_partial=hides,
+        hides=hides,
         gaps=hides or (call.mask is not None and call.mask.has_gaps()),
         scattered=any(map(has_states, _parts(call.mask))),
         precision=precision,
         reading=tuple(child.reads_query() for child in bias_children(call.bias)),
+        upright=any(type(child).upright for child in bias_children(call.bias)),
     )
     return {"sizes": sizes(call), "numbers": numbers, "options": options}
 
@@ -183,7 +185,10 @@ def strides(array: Array) -> Strides:
     # Row offsets inside a tile of at most 256 rows fit 32 bits, unless rows lie very far apart.
     row_type = "i32" if abs(row) < 2**23 else "i64"
     return Strides(
-        Scalar(batch, "i64", divisor), Scalar(head, "i64", divisor), Scalar(row, row_type, divisor)
+        Scalar(batch, "i64", divisor),
+        Scalar(head, "i64", divisor),
+        # Rows that lie side by side are compiled in: a thread then needs one address for a tile.
+        row if row == array.shape[3] else Scalar(row, row_type, divisor),
     )
 
 

@@ -18,6 +18,7 @@ from limelight.kernels.products import (
     dot,
     is_elsewhere,
     load,
+    no_number_in,
     operand,
     transposed,
     units_of,
@@ -77,13 +78,15 @@ def key_gradients(
 ):  # fmt: skip
     """d_key [B, G, N, D] and d_value [B, G, N, E]; either may be null. Grid: tiles of keys * G * B.
 
-    Scores are kept transposed, [N, M]: the weights then feed d_value and d_key from registers.
+    Scores are kept transposed, [N, M], unless a bias needs them upright: the weights then feed
+    d_value and d_key from registers.
     """
     tiles = tl.cdiv(sizes.kv_len, TILE_N)
     first_key = tl.program_id(0) % tiles * TILE_N
     kv_heads = sizes.q_heads // sizes.group
-    kv_head = tl.program_id(0) // tiles % kv_heads
-    batch = tl.program_id(0) // tiles // kv_heads
+    batches = tl.num_programs(0) // (tiles * kv_heads)
+    batch = tl.program_id(0) // tiles % batches
+    kv_head = tl.program_id(0) // tiles // batches
     unit = units_of(units, batch, kv_head, sizes)
     if is_elsewhere(unit, options):
         return
@@ -96,35 +99,18 @@ def key_gradients(
         VALUE_DIM, TILE_N, True, options,
     )  # [N, E]  # fmt: skip
     seed = dropout.seed_of(seeds, numbers)
-    sums = KeyGradients(
-        tl.zeros([TILE_N, padded(HEAD_DIM)], tl.float32),
-        tl.zeros([TILE_N, padded(VALUE_DIM)], tl.float32),
-    )
-    for head in tl.range(kv_head * sizes.group, (kv_head + 1) * sizes.group):
-        matrix = matrix_of(batch, head, query_starts, sizes, numbers)
-        rows = rows_of(query, d_out, row_numbers, unit, strides, matrix, sizes)
-        stop_key = min(first_key + TILE_N, sizes.kv_len)
-        walk = ranges.queries_of(first_key, stop_key, masks, matrix, TILE_M, options.all_partial)
-        for part in tl.range(0, ranges.parts_of(walk, options)):
-            full, partial = ranges.query_tiles(
-                part, walk, first_key, masks, matrix, options, TILE_M, TILE_N
-            )
-            bits = full.bits
-            for i in tl.range(0, full.count):
-                q_tile, bits = ranges.next_full(full, i, bits, options)
-                sums = _add_queries(
-                    sums, k_tile, v_tile, first_key, q_tile * TILE_M, rows, walk, matrix, masks,
-                    biases, seed, numbers, options, HEAD_DIM, VALUE_DIM, TILE_M, TILE_N,
-                    PARTIAL=False,
-                )  # fmt: skip
-            bits = partial.bits
-            for i in tl.range(0, partial.count):
-                q_tile, bits = ranges.next_partial(partial, walk, i, bits, options)
-                sums = _add_queries(
-                    sums, k_tile, v_tile, first_key, q_tile * TILE_M, rows, walk, matrix, masks,
-                    biases, seed, numbers, options, HEAD_DIM, VALUE_DIM, TILE_M, TILE_N,
-                    PARTIAL=True,
-                )  # fmt: skip
+    sums = _sum_queries(
+        query, d_out, row_numbers, query_starts, k_tile, v_tile, first_key, kv_head, batch, unit,
+        masks, biases, seed, strides, sizes, numbers, options, HEAD_DIM, VALUE_DIM, TILE_M, TILE_N,
+        CAREFUL=False,
+    )  # fmt: skip
+    if options.hides:
+        if no_number_in(sums.d_key) | no_number_in(sums.d_value):
+            sums = _sum_queries(
+                query, d_out, row_numbers, query_starts, k_tile, v_tile, first_key, kv_head, batch,
+                unit, masks, biases, seed, strides, sizes, numbers, options, HEAD_DIM, VALUE_DIM,
+                TILE_M, TILE_N, CAREFUL=True,
+            )  # fmt: skip
     stop = tl.where(is_given(d_key), sizes.kv_len, 0)
     d_key_head = head_of(d_key, strides.d_key, batch, kv_head)
     d_key_tile = sums.d_key * numbers.scale
@@ -135,6 +121,47 @@ def key_gradients(
 
 
 @triton.jit
+def _sum_queries(
+    query, d_out, row_numbers, query_starts, k_tile, v_tile, first_key, kv_head, batch, unit, masks,
+    biases, seed, strides, sizes, numbers, options,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    CAREFUL: tl.constexpr,
+):  # fmt: skip
+    """The sums over all queries that see a tile of keys. CAREFUL: see ranges.py."""
+    sums = KeyGradients(
+        tl.zeros([TILE_N, padded(HEAD_DIM)], tl.float32),
+        tl.zeros([TILE_N, padded(VALUE_DIM)], tl.float32),
+    )
+    for head in tl.range(kv_head * sizes.group, (kv_head + 1) * sizes.group):
+        matrix = matrix_of(batch, head, query_starts, sizes, numbers)
+        rows = rows_of(query, d_out, row_numbers, unit, strides, matrix, sizes)
+        stop_key = min(first_key + TILE_N, sizes.kv_len)
+        walk = ranges.queries_of(first_key, stop_key, masks, matrix, TILE_M, ALL_PARTIAL=CAREFUL)
+        for part in tl.range(0, ranges.parts_of(walk, options)):
+            full, partial = ranges.query_tiles(
+                part, walk, first_key, masks, matrix, options, TILE_M, TILE_N, ALL_PARTIAL=CAREFUL
+            )
+            if not CAREFUL:
+                bits = full.bits
+                for i in tl.range(0, full.count):
+                    q_tile, bits = ranges.next_full(full, i, bits, options)
+                    sums = _add_queries(
+                        sums, k_tile, v_tile, first_key, q_tile * TILE_M, rows, walk, matrix, masks,
+                        biases, seed, numbers, options, HEAD_DIM, VALUE_DIM, TILE_M, TILE_N,
+                        PARTIAL=False,
+                    )  # fmt: skip
+            bits = partial.bits
+            for i in tl.range(0, partial.count):
+                q_tile, bits = ranges.next_partial(partial, walk, i, bits, options)
+                sums = _add_queries(
+                    sums, k_tile, v_tile, first_key, q_tile * TILE_M, rows, walk, matrix, masks,
+                    biases, seed, numbers, options, HEAD_DIM, VALUE_DIM, TILE_M, TILE_N,
+                    PARTIAL=True,
+                )  # fmt: skip
+    return sums
+
+
+@triton.jit
 def _add_queries(
     sums, k_tile, v_tile, first_key, first_row, rows, walk, matrix, masks, biases, seed, numbers,
     options,
@@ -142,38 +169,72 @@ def _add_queries(
     PARTIAL: tl.constexpr,
 ):  # fmt: skip
     """The sums after one more tile of queries."""
-    row = first_row + tl.arange(0, TILE_M)
     q_tile = load(
         rows.query, first_row, 0, matrix.q_len, HEAD_DIM, TILE_M, PARTIAL, options
     )  # [M, D]
     d_out_tile = load(
         rows.d_out, first_row, 0, matrix.q_len, VALUE_DIM, TILE_M, PARTIAL, options
     )  # [M, E]
+    row = first_row + tl.arange(0, TILE_M)
     shift, delta = load_row_numbers(rows.numbers, first_row, matrix.q_len, TILE_M, PARTIAL)
-    products = dot(k_tile, transposed(q_tile, options), options)  # [N, M]
+    if options.upright:
+        row, shift, delta = row[:, None], shift[:, None], delta[:, None]
+    else:
+        row, shift, delta = row[None, :], shift[None, :], delta[None, :]
+    products = _of_tile(q_tile, k_tile, options)
     # Made early, d_weights leave d_value's product to run beside what follows; halves have too few
     # registers for that.
     if options.precision != "fp16x3":
-        d_weights = dot(v_tile, transposed(d_out_tile, options), options)  # [N, M]
+        d_weights = _of_tile(d_out_tile, v_tile, options)
     at = place(
-        matrix, q_tile, first_row, first_key, first_key - first_row, TILE_M, TILE_N, TRANSPOSED=True
-    )
+        matrix, q_tile, first_row, first_key, first_key - first_row, TILE_M, TILE_N, PARTIAL,
+        TRANSPOSED=not options.upright,
+    )  # fmt: skip
     scores, saturation = scores_of(products, at, masks, biases, numbers, options, PARTIAL)
     if PARTIAL:
-        scores = hide_past_end(scores, row[None, :], matrix.q_len)
-    weights = weights_of(scores, shift[None, :], numbers, options)
+        scores = hide_past_end(scores, row, matrix.q_len)
+    weights = weights_of(scores, shift, numbers, options)
     kept = weights
     if options.dropout:
-        kept = dropout.apply_transposed(weights, seed, matrix, first_row, first_key, numbers)
-    d_value = add_dot(kept, d_out_tile, sums.d_value, options)
+        kept = _dropped(weights, seed, matrix, first_row, first_key, numbers, options)
+    d_value = _add_to_keys(kept, d_out_tile, sums.d_value, options)
     if options.precision == "fp16x3":
-        d_weights = dot(v_tile, transposed(d_out_tile, options), options)
+        d_weights = _of_tile(d_out_tile, v_tile, options)
     if options.dropout:
-        d_weights = dropout.apply_transposed(d_weights, seed, matrix, first_row, first_key, numbers)
-    d_scores = d_scores_of(weights, d_weights, delta[None, :], PARTIAL)
+        d_weights = _dropped(d_weights, seed, matrix, first_row, first_key, numbers, options)
+    d_scores = d_scores_of(weights, d_weights, delta, PARTIAL)
     d_products = d_products_of(d_scores, saturation, options)
-    d_key = add_dot(d_products, q_tile, sums.d_key, options)
+    d_key = _add_to_keys(d_products, q_tile, sums.d_key, options)
     return KeyGradients(d_key, d_value)
+
+
+@triton.jit
+def _of_tile(of_queries, of_keys, options):
+    """The products of rows of both, [M, N] where upright, else [N, M]."""
+    if options.upright:
+        products = dot(of_queries, transposed(of_keys, options), options)
+    else:
+        products = dot(of_keys, transposed(of_queries, options), options)
+    return products
+
+
+@triton.jit
+def _add_to_keys(of_scores, of_queries, acc, options):
+    """acc and what the queries' rows, times these numbers, add to each key."""
+    if options.upright:
+        if options.precision != "fp16x3":
+            of_scores = of_scores.to(of_queries.dtype)
+        of_scores = tl.trans(of_scores)
+    return add_dot(of_scores, of_queries, acc, options)
+
+
+@triton.jit
+def _dropped(weights, seed, matrix, first_row, first_key, numbers, options):
+    if options.upright:
+        kept = dropout.apply(weights, seed, matrix, first_row, first_key, numbers)
+    else:
+        kept = dropout.apply_transposed(weights, seed, matrix, first_row, first_key, numbers)
+    return kept
 
 
 @triton.jit
@@ -208,33 +269,17 @@ def query_gradient(
         operand(key, strides.key, batch, kv_head, unit.key),
         operand(value, strides.value, batch, kv_head, unit.value),
     )
-    q_start = matrix.query_start + first_row
-    walk = ranges.keys_of(
-        q_start, matrix.query_start + stop_row, masks, matrix, TILE_N, options.all_partial
-    )
     seed = dropout.seed_of(seeds, numbers)
-    sums = QuerySums(
-        tl.zeros([TILE_M, padded(HEAD_DIM)], tl.float32), _no_sums(biases, adding, TILE_M, TILE_N)
-    )
-    for part in tl.range(0, ranges.parts_of(walk, options)):
-        full, partial = ranges.key_tiles(
-            part, walk, q_start, masks, matrix, options, TILE_M, TILE_N
-        )
-        bits = full.bits
-        for i in tl.range(0, full.count):
-            k_tile, bits = ranges.next_full(full, i, bits, options)
-            sums = _add_keys(
-                sums, q_tile, d_out_tile, shift, delta, row, first_row, k_tile * TILE_N, keys, walk,
-                matrix, masks, biases, seed, numbers, options, adding, HEAD_DIM, VALUE_DIM, TILE_N,
-                PARTIAL=False,
-            )  # fmt: skip
-        bits = partial.bits
-        for i in tl.range(0, partial.count):
-            k_tile, bits = ranges.next_partial(partial, walk, i, bits, options)
-            sums = _add_keys(
-                sums, q_tile, d_out_tile, shift, delta, row, first_row, k_tile * TILE_N, keys, walk,
-                matrix, masks, biases, seed, numbers, options, adding, HEAD_DIM, VALUE_DIM, TILE_N,
-                PARTIAL=True,
+    sums = _sum_keys(
+        q_tile, d_out_tile, shift, delta, row, first_row, stop_row, keys, matrix, masks, biases,
+        seed, numbers, options, adding, HEAD_DIM, VALUE_DIM, TILE_M, TILE_N, CAREFUL=False,
+    )  # fmt: skip
+    if options.hides:
+        if no_number_in(sums.d_query):
+            sums = _sum_keys(
+                q_tile, d_out_tile, shift, delta, row, first_row, stop_row, keys, matrix, masks,
+                biases, seed, numbers, options, adding, HEAD_DIM, VALUE_DIM, TILE_M, TILE_N,
+                CAREFUL=True,
             )  # fmt: skip
     stop = tl.where(is_given(d_query), sizes.q_len, 0)
     d_query_head = head_of(d_query, strides.d_query, batch, head)
@@ -254,6 +299,45 @@ def query_gradient(
 
 
 @triton.jit
+def _sum_keys(
+    q_tile, d_out_tile, shift, delta, row, first_row, stop_row, keys, matrix, masks, biases, seed,
+    numbers, options, adding,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    CAREFUL: tl.constexpr,
+):  # fmt: skip
+    """The sums over all keys that a tile of queries sees. CAREFUL: see ranges.py."""
+    q_start = matrix.query_start + first_row
+    walk = ranges.keys_of(
+        q_start, matrix.query_start + stop_row, masks, matrix, TILE_N, ALL_PARTIAL=CAREFUL
+    )
+    sums = QuerySums(
+        tl.zeros([TILE_M, padded(HEAD_DIM)], tl.float32), _no_sums(biases, adding, TILE_M, TILE_N)
+    )
+    for part in tl.range(0, ranges.parts_of(walk, options)):
+        full, partial = ranges.key_tiles(
+            part, walk, q_start, masks, matrix, options, TILE_M, TILE_N, ALL_PARTIAL=CAREFUL
+        )
+        if not CAREFUL:
+            bits = full.bits
+            for i in tl.range(0, full.count):
+                k_tile, bits = ranges.next_full(full, i, bits, options)
+                sums = _add_keys(
+                    sums, q_tile, d_out_tile, shift, delta, row, first_row, k_tile * TILE_N, keys,
+                    walk, matrix, masks, biases, seed, numbers, options, adding, HEAD_DIM,
+                    VALUE_DIM, TILE_N, PARTIAL=False,
+                )  # fmt: skip
+        bits = partial.bits
+        for i in tl.range(0, partial.count):
+            k_tile, bits = ranges.next_partial(partial, walk, i, bits, options)
+            sums = _add_keys(
+                sums, q_tile, d_out_tile, shift, delta, row, first_row, k_tile * TILE_N, keys, walk,
+                matrix, masks, biases, seed, numbers, options, adding, HEAD_DIM, VALUE_DIM, TILE_N,
+                PARTIAL=True,
+            )  # fmt: skip
+    return sums
+
+
+@triton.jit
 def _add_keys(
     sums, q_tile, d_out_tile, shift, delta, row, first_row, first_key, keys, walk, matrix, masks,
     biases, seed, numbers, options, adding,
@@ -268,7 +352,9 @@ def _add_keys(
     )  # [N, E]
     products = dot(q_tile, transposed(k_tile, options), options)  # [M, N]
     d_weights = dot(d_out_tile, transposed(v_tile, options), options)  # [M, N]
-    at = place(matrix, q_tile, first_row, first_key, first_key - first_row, row.shape[0], TILE_N)
+    at = place(
+        matrix, q_tile, first_row, first_key, first_key - first_row, row.shape[0], TILE_N, PARTIAL
+    )
     scores, saturation = scores_of(products, at, masks, biases, numbers, options, PARTIAL)
     if PARTIAL:
         scores = hide_past_end(scores, at.k_pos, matrix.kv_len)

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from limelight.kernels import dropout, ranges
 from limelight.kernels.backward import rows_of
-from limelight.kernels.products import Units, dot, load, operand, transposed
+from limelight.kernels.products import Units, dot, load, no_number_in, operand, transposed
 from limelight.kernels.row_numbers import load_row_numbers
 from limelight.kernels.scores import (
     LOG2E,
@@ -46,29 +46,27 @@ def dense_gradient(
     first_batch = own_batch * orbit.batches
     batches = min(orbit.batches, orbit.all_batches - first_batch)
     steps = batches * orbit.heads * orbit.row_tiles * orbit.key_tiles
+    is_full = steps < 0
     if not (orbit.shares_rows or orbit.shares_keys):
-        visible = _is_visible(
+        visible, is_full = _visibility(
             own_row * TILE_M, own_key * TILE_N, first_batch, own_head, batches, query_starts, masks,
             sizes, numbers, TILE_M, TILE_N,
         )  # fmt: skip
         steps = tl.where(visible, steps, 0)
-    seed = dropout.seed_of(seeds, numbers)
     acc = tl.zeros([TILE_M, TILE_N], tl.float32)
-    for step in tl.range(0, steps):
-        first_key = (own_key + step % orbit.key_tiles) * TILE_N
-        first_row = (own_row + step // orbit.key_tiles % orbit.row_tiles) * TILE_M
-        step = step // orbit.key_tiles // orbit.row_tiles
-        matrix = matrix_of(
-            first_batch + step // orbit.heads,
-            own_head + step % orbit.heads,
-            query_starts,
-            sizes,
-            numbers,
-        )
-        acc += gradient_of_scores(
-            query, key, value, d_out, row_numbers, masks, biases, first_row, first_key,
-            first_key - first_row, matrix, seed, strides, sizes, numbers, options, 0.0, HEAD_DIM,
-            VALUE_DIM, TILE_M, TILE_N, PARTIAL=True, ANYWHERE=False,
+    if is_full:
+        acc = _orbit(
+            query, key, value, query_starts, seeds, masks, biases, d_out, row_numbers, own_row,
+            own_key, own_head, first_batch, steps, strides, sizes, numbers, options, orbit,
+            HEAD_DIM, VALUE_DIM, TILE_M, TILE_N, PARTIAL=False,
+        )  # fmt: skip
+        if options.hides:
+            is_full = not no_number_in(acc)
+    if not is_full:
+        acc = _orbit(
+            query, key, value, query_starts, seeds, masks, biases, d_out, row_numbers, own_row,
+            own_key, own_head, first_batch, steps, strides, sizes, numbers, options, orbit,
+            HEAD_DIM, VALUE_DIM, TILE_M, TILE_N, PARTIAL=True,
         )  # fmt: skip
     row = own_row * TILE_M + tl.arange(0, TILE_M)[:, None]
     key_place = own_key * TILE_N + tl.arange(0, TILE_N)[None, :]
@@ -86,25 +84,51 @@ def dense_gradient(
 
 
 @triton.jit
-def _is_visible(
+def _visibility(
     first_row, first_key, first_batch, head, batches, query_starts, masks, sizes, numbers,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
-    """Whether any of these batch elements may see some of the tile. No range asks the head."""
+    """Whether any of these batch elements may see some of the tile, and whether each sees all of
+    it. No range asks the head."""
     stop_row = min(first_row + TILE_M, sizes.q_len)
-    visible = first_row < 0
+    visible, is_full = first_row < 0, first_row + TILE_M <= sizes.q_len
     for batch in range(first_batch, first_batch + batches):
         matrix = matrix_of(batch, head, query_starts, sizes, numbers)
-        walk = ranges.keys_of(
-            matrix.query_start + first_row,
-            matrix.query_start + stop_row,
-            masks,
-            matrix,
-            TILE_N,
-            True,
+        start, full_start, full_stop, stop = ranges.key_range(
+            matrix.query_start + first_row, matrix.query_start + stop_row, masks, matrix
         )
-        visible = visible | ((first_key < walk.high) & (first_key + TILE_N > walk.low))
-    return visible
+        visible = visible | ((first_key < stop) & (first_key + TILE_N > start))
+        is_full = is_full & (first_key >= full_start) & (first_key + TILE_N <= full_stop)
+    return visible, is_full
+
+
+@triton.jit
+def _orbit(
+    query, key, value, query_starts, seeds, masks, biases, d_out, row_numbers, own_row, own_key,
+    own_head, first_batch, steps, strides, sizes, numbers, options, orbit,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    PARTIAL: tl.constexpr,
+):  # fmt: skip
+    """The sum of the gradients of the scores of the tiles that share one of the bias, [M, N]."""
+    seed = dropout.seed_of(seeds, numbers)
+    acc = tl.zeros([TILE_M, TILE_N], tl.float32)
+    for step in tl.range(0, steps):
+        first_key = (own_key + step % orbit.key_tiles) * TILE_N
+        first_row = (own_row + step // orbit.key_tiles % orbit.row_tiles) * TILE_M
+        step = step // orbit.key_tiles // orbit.row_tiles
+        matrix = matrix_of(
+            first_batch + step // orbit.heads,
+            own_head + step % orbit.heads,
+            query_starts,
+            sizes,
+            numbers,
+        )
+        acc += gradient_of_scores(
+            query, key, value, d_out, row_numbers, masks, biases, first_row, first_key,
+            first_key - first_row, matrix, seed, strides, sizes, numbers, options, 0.0, HEAD_DIM,
+            VALUE_DIM, TILE_M, TILE_N, PARTIAL, ANYWHERE=False,
+        )  # fmt: skip
+    return acc
 
 
 @triton.jit
@@ -121,7 +145,7 @@ def key_ranges(query_starts, masks, found, sizes, numbers, options, TILE_M: tl.c
         matrix.query_start + first_row, matrix.query_start + stop_row, masks, matrix
     )
     # Rows past the end are in no full tile.
-    if options.all_partial:
+    if options.hides:
         full_stop = full_start
     full_stop = tl.where(first_row + TILE_M > sizes.q_len, full_start, full_stop)
     found += tl.program_id(0) * 4
@@ -210,7 +234,7 @@ def _walk(
     acc = tl.zeros([TILE_M, TILE_N], tl.float32)
     for batch in tl.range(first_batch, min(first_batch + diagonals.batches, diagonals.all_batches)):
         matrix = matrix_of(batch, head, query_starts, sizes, numbers)
-        walk = _along(offset, seen, matrix, TILE_M, TILE_N)
+        walk = along(offset, seen, matrix, TILE_M, TILE_N)
         for tile in tl.range(walk.full_first, walk.full_last):
             acc += gradient_of_scores(
                 query, key, value, d_out, row_numbers, masks, biases, tile * TILE_M,
@@ -235,7 +259,7 @@ def outwards(place, count):
 
 
 @triton.jit
-def _along(offset, seen, matrix, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
+def along(offset, seen, matrix, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
     """The tiles of queries that may see keys of a diagonal, from the first to the last."""
     TILES: tl.constexpr = 256
     tiles = tl.cdiv(matrix.q_len, TILE_M)
@@ -383,7 +407,9 @@ def gradient_of_scores(
     products = dot(q_tile, transposed(k_tile, options), options)  # [M, N]
     d_weights = dot(d_out_tile, transposed(v_tile, options), options)  # [M, N]
     key = first_key + tl.arange(0, TILE_N)
-    at = place(matrix, q_tile, first_row, first_key, offset, TILE_M, TILE_N, ANYWHERE=ANYWHERE)
+    at = place(
+        matrix, q_tile, first_row, first_key, offset, TILE_M, TILE_N, PARTIAL, ANYWHERE=ANYWHERE
+    )
     scores, _ = scores_of(products, at, masks, biases, numbers, options, PARTIAL)
     if PARTIAL:
         inside = ((key >= 0) & (key < matrix.kv_len))[None, :] & (row < matrix.q_len)[:, None]

@@ -49,12 +49,13 @@ def scratch(call: Call, wanted: Gradients, capability: int) -> dict[str, Shape]:
         parts = _pair_parts(call, config_of(call, configs.dense_gradient, capability, item))
         needed["pair_sums"] = Shape((parts.count.value, heads, q_len, kv_len), "float32")
     if "vectors" in kinds:
-        config = configs.reading(capability, item, dim_of(call))
+        config = configs.bands(capability, item, dim_of(call))
         along = _diagonals(call, config)
         rows = (along.parts.value, heads, along.count.value, 2 * config.keys + 2)
         # Biases take turns in the same memory.
         needed["bands"] = Shape((*rows, call.query.shape[3]), "float32")
         needed["numbers_bands"] = Shape((*rows, 1), "float32")
+        needed["band_ranges"] = Shape((batch, tiles_of(q_len, config.rows), 4), "int32")
     return needed
 
 
@@ -74,7 +75,7 @@ def backward(
         if gradient is not None and child.gradient == "dense":
             launches += _dense_gradient(call, gradient, shared, scalars, dense)
         elif gradient is not None and child.gradient == "vectors":
-            config = configs.reading(capability, item, dim_of(call))
+            config = configs.bands(capability, item, dim_of(call))
             launches += _vector_gradients(call, child, gradient, memory, shared, scalars, config)
     kinds = _kinds(call, gradients)
     if "offset" in kinds:
@@ -119,12 +120,13 @@ def _dense_gradient(
     size = call.size
     shape = (*([1] * (4 - len(gradient.shape))), *gradient.shape)
     tiles = (1, 1, config.rows, config.keys)
-    # A dimension of the bias that is 1 is walked; the others are spread over programs.
+    # A dimension of the bias that is 1 is walked; the others are spread over programs. What is not
+    # walked is compiled in.
     counts = [tiles_of(full, tile) for full, tile in zip(size, tiles, strict=True)]
     own = [1 if entries == 1 else count for entries, count in zip(shape, counts, strict=True)]
-    orbit = [count if entries == 1 else 1 for entries, count in zip(shape, counts, strict=True)]
+    orbit = [i32(n) if entries == 1 else 1 for entries, n in zip(shape, counts, strict=True)]
     if batches:
-        own[0], orbit[0] = shape[0], batches
+        own[0], orbit[0] = shape[0], i32(batches)
     arguments = {
         **shared,
         "gradient": gradient,
@@ -134,7 +136,7 @@ def _dense_gradient(
         "numbers": scalars["numbers"],
         "options": scalars["options"],
         "own": Own(*map(i32, own)),
-        "orbit": Orbit(*map(i32, orbit), shape[2] == 1, shape[3] == 1, i32(size.batch)),  # type: ignore[call-arg]
+        "orbit": Orbit(*orbit, shape[2] == 1, shape[3] == 1, i32(size.batch)),  # type: ignore[call-arg]
     }
     return tiled_launches(dense_gradient, math.prod(own), arguments, dims_of(call), config)
 
@@ -192,16 +194,7 @@ def _offset_gradients(
     """One walk for all biases of offsets, then each bias's own fold."""
     size = call.size
     along = _diagonals(call, config)
-    ranges = {
-        "query_starts": shared["query_starts"],
-        "masks": shared["masks"],
-        "found": memory["key_ranges"],
-        "sizes": scalars["sizes"],
-        "numbers": scalars["numbers"],
-        "options": scalars["options"],
-    }
-    tiles = tiles_of(size.q_len, config.rows) * size.batch
-    launches = launches_of(key_ranges, tiles, ranges, {"TILE_M": config.rows}, configs.KEY_RANGES)
+    launches = _key_ranges(call, memory["key_ranges"], shared, scalars, config)
     biases = list(zip(args.bias_children(call.bias), shared["biases"], strict=True))
     arguments = {
         **shared,
@@ -218,6 +211,25 @@ def _offset_gradients(
     last = {"diagonals": along}
     fold = (fold_offsets, "offset", {"TILE_N": config.keys})
     return launches + _folds(call, gradients, fold, first, last, scalars, along.parts.value)
+
+
+def _key_ranges(
+    call: Call,
+    found: Array,
+    shared: dict[str, Any],
+    scalars: dict[str, Any],
+    config: Config,
+) -> list[Launch]:
+    arguments = {
+        "query_starts": shared["query_starts"],
+        "masks": shared["masks"],
+        "found": found,
+        "sizes": scalars["sizes"],
+        "numbers": scalars["numbers"],
+        "options": scalars["options"],
+    }
+    grid = tiles_of(call.size.q_len, config.rows) * call.size.batch
+    return launches_of(key_ranges, grid, arguments, {"TILE_M": config.rows}, configs.KEY_RANGES)
 
 
 def _pair_parts(call: Call, config: Config) -> Parts:
@@ -299,13 +311,15 @@ def _vector_gradients(
     arguments = {
         **shared,
         "bias": bias,
+        "seen": memory["band_ranges"],
         "bands": memory["bands"],
         "numbers_bands": memory["numbers_bands"],
         **scalars,
         "diagonals": along,
     }
     grid = along.parts.value * call.size.q_heads * along.count.value
-    launches = tiled_launches(band_gradients, grid, arguments, dims_of(call), config)
+    launches = _key_ranges(call, memory["band_ranges"], shared, scalars, config)
+    launches += tiled_launches(band_gradients, grid, arguments, dims_of(call), config)
     vectors, numbers = (*gradient, None)[:2] if isinstance(gradient, tuple) else (gradient, None)
     for total, bands in ((vectors, memory["bands"]), (numbers, memory["numbers_bands"])):
         if total is None:

@@ -99,6 +99,10 @@ _QUERIES = {
 _QUERIES_OF_OFFSETS = _QUERIES | {
     (90, 2): {**_QUERIES[90, 2], 64: Config(64, 64, 4, 3, H200, max_registers=168)},
 }
+# The same where a bias has numbers for every row: sums of columns are of a line of keys.
+_QUERIES_OF_ROWS = _QUERIES | {
+    (90, 2): {**_QUERIES[90, 2], 64: Config(64, 64, 4, 2, H200)},
+}
 # A tile of a dense bias's gradient.
 _DENSE = {
     (60, 2): {64: Config(64, 16, 8, 1), 128: Config(16, 16, 8, 1), 256: TINY},
@@ -111,7 +115,7 @@ _DENSE = {
         256: Config(16, 32, 8, 1, SPILLS),
     },
     (90, 2): {
-        64: Config(64, 128, 8, 2, H200, max_registers=128),
+        64: Config(64, 64, 4, 2, H200, max_registers=168),
         128: Config(64, 128, 8, 1),
         256: Config(64, 64, 8, 1),
     },
@@ -145,9 +149,15 @@ _READING = {
     (60, 4): {64: Config(16, 16, 8, 1), 128: Config(16, 16, 8, 1), 256: TINY},
     (80, 2): {64: Config(32, 32, 4, 2), 128: Config(32, 32, 4, 1), 256: Config(16, 16, 4, 1)},
     (80, 4): {64: Config(16, 16, 4, 1), 128: Config(16, 16, 4, 1), 256: TINY},
-    (90, 2): {64: Config(64, 64, 4, 2), 128: Config(64, 64, 8, 2), 256: Config(32, 32, 8, 1)},
+    (90, 2): {
+        64: Config(64, 64, 4, 2, H200_OF_SEVEN),
+        128: Config(64, 64, 8, 2),
+        256: Config(32, 32, 8, 1),
+    },
     (90, 4): {64: Config(32, 32, 4, 1), 128: Config(32, 32, 8, 1), 256: TINY},
 }
+# The gradient of the vectors that it reads.
+_BANDS = _READING | {(90, 2): {**_READING[90, 2], 64: Config(64, 64, 4, 1, H200_OF_SEVEN)}}
 ROW_NUMBERS = Config(64, 1, 4, 1)
 WIDE_ROW_NUMBERS = Config(64, 1, 8, 1)  # rows over half a kilobyte
 PARTIAL_SUMS = Config(1, 128, 1, 1)
@@ -194,6 +204,11 @@ def query_gradient_of_offsets(capability: int, item_bytes: int, dim: int) -> Con
     return _find(_QUERIES_OF_OFFSETS, capability, item_bytes, dim)
 
 
+def query_gradient_of_rows(capability: int, item_bytes: int, dim: int) -> Config:
+    """Where a bias has numbers for every row."""
+    return _find(_QUERIES_OF_ROWS, capability, item_bytes, dim)
+
+
 def row_numbers(capability: int, item_bytes: int, dim: int) -> Config:
     return WIDE_ROW_NUMBERS if item_bytes * dim > 512 else ROW_NUMBERS
 
@@ -208,6 +223,10 @@ def offset_gradient(capability: int, item_bytes: int, dim: int) -> Config:
 
 def reading(capability: int, item_bytes: int, dim: int) -> Config:
     return _find(_READING, capability, item_bytes, dim)
+
+
+def bands(capability: int, item_bytes: int, dim: int) -> Config:
+    return _find(_BANDS, capability, item_bytes, dim)
 
 
 _Table = dict[tuple[int, int], dict[int, Config]]

@@ -16,6 +16,7 @@ from limelight.kernels.products import (
     dot,
     is_elsewhere,
     load,
+    no_number_in,
     operand,
     transposed,
     units_of,
@@ -67,29 +68,16 @@ def forward(
         operand(key, strides.key, batch, kv_head, unit.key),
         operand(value, strides.value, batch, kv_head, unit.value),
     )
-    q_start = matrix.query_start + first_row
-    walk = ranges.keys_of(
-        q_start, matrix.query_start + stop_row, masks, matrix, TILE_N, options.all_partial
-    )
     seed = dropout.seed_of(seeds, numbers)
-    state = softmax.start(TILE_M, padded(VALUE_DIM))
-    for part in tl.range(0, ranges.parts_of(walk, options)):
-        full, partial = ranges.key_tiles(
-            part, walk, q_start, masks, matrix, options, TILE_M, TILE_N
-        )
-        bits = full.bits
-        for i in tl.range(0, full.count):
-            k_tile, bits = ranges.next_full(full, i, bits, options)
-            state = _attend(
-                state, q_tile, row, first_row, k_tile * TILE_N, keys, walk, matrix, masks, biases,
-                seed, numbers, options, HEAD_DIM, VALUE_DIM, TILE_N, PARTIAL=False,
-            )  # fmt: skip
-        bits = partial.bits
-        for i in tl.range(0, partial.count):
-            k_tile, bits = ranges.next_partial(partial, walk, i, bits, options)
-            state = _attend(
-                state, q_tile, row, first_row, k_tile * TILE_N, keys, walk, matrix, masks, biases,
-                seed, numbers, options, HEAD_DIM, VALUE_DIM, TILE_N, PARTIAL=True,
+    state = _attend_keys(
+        q_tile, row, first_row, stop_row, keys, matrix, masks, biases, seed, numbers, options,
+        HEAD_DIM, VALUE_DIM, TILE_M, TILE_N, CAREFUL=False,
+    )  # fmt: skip
+    if options.hides:
+        if no_number_in(state.acc):
+            state = _attend_keys(
+                q_tile, row, first_row, stop_row, keys, matrix, masks, biases, seed, numbers,
+                options, HEAD_DIM, VALUE_DIM, TILE_M, TILE_N, CAREFUL=True,
             )  # fmt: skip
     sink = load_or(sinks, head, float("-inf")).to(tl.float32)
     out_tile, log_sum_exp = softmax.finish(state, sink)
@@ -99,6 +87,40 @@ def forward(
     )  # fmt: skip
     lse_row = lse + (batch.to(tl.int64) * sizes.q_heads + head) * sizes.q_len + row
     tl.store(lse_row, log_sum_exp, mask=(row < sizes.q_len) & is_given(lse))
+
+
+@triton.jit
+def _attend_keys(
+    q_tile, row, first_row, stop_row, keys, matrix, masks, biases, seed, numbers, options,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    CAREFUL: tl.constexpr,
+):  # fmt: skip
+    """The softmax's state after all keys that a tile of queries sees. CAREFUL: see ranges.py."""
+    q_start = matrix.query_start + first_row
+    walk = ranges.keys_of(
+        q_start, matrix.query_start + stop_row, masks, matrix, TILE_N, ALL_PARTIAL=CAREFUL
+    )
+    state = softmax.start(TILE_M, padded(VALUE_DIM))
+    for part in tl.range(0, ranges.parts_of(walk, options)):
+        full, partial = ranges.key_tiles(
+            part, walk, q_start, masks, matrix, options, TILE_M, TILE_N, ALL_PARTIAL=CAREFUL
+        )
+        if not CAREFUL:
+            bits = full.bits
+            for i in tl.range(0, full.count):
+                k_tile, bits = ranges.next_full(full, i, bits, options)
+                state = _attend(
+                    state, q_tile, row, first_row, k_tile * TILE_N, keys, walk, matrix, masks,
+                    biases, seed, numbers, options, HEAD_DIM, VALUE_DIM, TILE_N, PARTIAL=False,
+                )  # fmt: skip
+        bits = partial.bits
+        for i in tl.range(0, partial.count):
+            k_tile, bits = ranges.next_partial(partial, walk, i, bits, options)
+            state = _attend(
+                state, q_tile, row, first_row, k_tile * TILE_N, keys, walk, matrix, masks, biases,
+                seed, numbers, options, HEAD_DIM, VALUE_DIM, TILE_N, PARTIAL=True,
+            )  # fmt: skip
+    return state
 
 
 @triton.jit
@@ -112,11 +134,15 @@ def _attend(
         keys.key, first_key, walk.low, walk.high, HEAD_DIM, TILE_N, PARTIAL, options
     )  # [N, D]
     products = dot(q_tile, transposed(k_tile, options), options)  # [M, N]
-    at = place(matrix, q_tile, first_row, first_key, first_key - first_row, row.shape[0], TILE_N)
+    at = place(
+        matrix, q_tile, first_row, first_key, first_key - first_row, row.shape[0], TILE_N, PARTIAL
+    )
     scores, _ = scores_of(products, at, masks, biases, numbers, options, PARTIAL)
     if PARTIAL:
         scores = hide_past_end(scores, at.k_pos, matrix.kv_len)
-    state, weights = softmax.update(state, scores, exponent_factor(numbers, options), PARTIAL)
+    state, weights = softmax.update(
+        state, scores, exponent_factor(numbers, options), GUARDED=PARTIAL or options.hides
+    )
     if options.dropout:
         weights = dropout.apply(weights, seed, matrix, first_row, first_key, numbers)
     v_tile = load(
@@ -134,11 +160,13 @@ def program_tile(sizes, TILE_M: tl.constexpr):
     """This program's tile of queries, head and batch element.
 
     The tiles of a head run side by side and share its keys in the L2 cache, last first: under a
-    causal mask those have the most work.
+    causal mask those have the most work. Then come the other batch elements, which may share a
+    bias.
     """
     tiles = tl.cdiv(sizes.q_len, TILE_M)
     program = tl.program_id(0)
     tile = tiles - 1 - program % tiles
-    head = program // tiles % sizes.q_heads
-    batch = program // tiles // sizes.q_heads
+    batches = tl.num_programs(0) // (tiles * sizes.q_heads)
+    batch = program // tiles % batches
+    head = program // tiles // batches
     return tile, head, batch

@@ -124,8 +124,12 @@ def backward(
     launches = _row_numbers(call, out, lse, d_out, d_lse, gradients, memory, config)
     launches += variants.splitting(call, d_out, memory)
     found = variants.of(call, d_out, memory, capability, allow_tf32)
-    offsets = any(child.gradient == "offset" for child in args.bias_children(call.bias))
-    of_queries = configs.query_gradient_of_offsets if offsets else configs.query_gradient
+    kinds = {child.gradient for child in args.bias_children(call.bias)}
+    of_queries = configs.query_gradient
+    if "rows" in kinds:
+        of_queries = configs.query_gradient_of_rows
+    elif "offset" in kinds:
+        of_queries = configs.query_gradient_of_offsets
     for variant in found:
         shared = {**_shared(call, variant, memory), "units": variant.units}
         scalars = _scalars(call, variant, written)

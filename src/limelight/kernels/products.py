@@ -67,6 +67,12 @@ def zero_unseen(tile, seen, options):
 
 
 @triton.jit
+def no_number_in(tile):
+    """Whether a tile holds NaN."""
+    return tl.max(tl.max((tile != tile).to(tl.int32), 1), 0) != 0
+
+
+@triton.jit
 def dot(a, b, options):
     """a @ b."""
     if options.precision == "fp16x3":

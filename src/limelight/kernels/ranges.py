@@ -3,6 +3,10 @@
 A range runs from `start` to `stop`; what lies from `full_start` to `full_stop` is visible to all.
 Where masks have states (masks/base.py), the tiles of a range are looked at in parts of 64, and the
 bits of a word say which of them are visited; else there is one part, and all of it is.
+
+A bias of -inf hides keys anywhere, and needs no help: only what was no number before can pass it,
+and makes NaN of a sum. So a program walks as if no bias hid anything, and where a sum came out as
+NaN it walks once more, carefully: with all tiles partial, as those let nothing hidden pass.
 """
 
 from typing import Any, NamedTuple
@@ -98,8 +102,9 @@ def parts_of(walk, options):
 
 @triton.jit
 def key_tiles(
-    part, walk, q_start, masks, matrix, options, TILE_M: tl.constexpr, TILE_N: tl.constexpr
-):
+    part, walk, q_start, masks, matrix, options,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, ALL_PARTIAL: tl.constexpr,
+):  # fmt: skip
     """The full and the partial tiles of keys in this part of the walk."""
     if options.scattered:
         first = walk.first + part * PART
@@ -108,7 +113,7 @@ def key_tiles(
         for i in tl.static_range(len(masks)):
             of_mask = masks[i].key_states(q_start, k_start, matrix, masks[i], TILE_M, TILE_N)
             states = tl.minimum(states, of_mask)
-        full, partial = _scattered(first, states, walk, matrix.kv_len, options, TILE_N)
+        full, partial = _scattered(first, states, walk, matrix.kv_len, TILE_N, ALL_PARTIAL)
     else:
         full, partial = _side_by_side(walk)
     return full, partial
@@ -116,8 +121,9 @@ def key_tiles(
 
 @triton.jit
 def query_tiles(
-    part, walk, k_start, masks, matrix, options, TILE_M: tl.constexpr, TILE_N: tl.constexpr
-):
+    part, walk, k_start, masks, matrix, options,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, ALL_PARTIAL: tl.constexpr,
+):  # fmt: skip
     """The full and the partial tiles of queries in this part of the walk."""
     if options.scattered:
         first = walk.first + part * PART
@@ -126,7 +132,7 @@ def query_tiles(
         for i in tl.static_range(len(masks)):
             of_mask = masks[i].query_states(q_start, k_start, matrix, masks[i], TILE_M, TILE_N)
             states = tl.minimum(states, of_mask)
-        full, partial = _scattered(first, states, walk, matrix.q_len, options, TILE_M)
+        full, partial = _scattered(first, states, walk, matrix.q_len, TILE_M, ALL_PARTIAL)
     else:
         full, partial = _side_by_side(walk)
     return full, partial
@@ -166,11 +172,11 @@ def _side_by_side(walk):
 
 
 @triton.jit
-def _scattered(first, states, walk, length, options, TILE: tl.constexpr):
+def _scattered(first, states, walk, length, TILE: tl.constexpr, ALL_PARTIAL: tl.constexpr):
     tile = first + tl.arange(0, PART)
     inside = tile < _last(walk)
     full = inside & (states == 2) & ((tile + 1) * TILE <= length)
-    if options.all_partial:
+    if ALL_PARTIAL:
         full = full & (tile < 0)
     return _named(first, full), _named(first, inside & (states > 0) & (full == 0))
 

@@ -32,6 +32,7 @@ class At(NamedTuple):
     side: -1 where no key comes after any query, 1 where none comes before any, else 0.
     unit: what a bias of 1 is in the scores at hand, which may not have been scaled yet.
     query [M, D] and scale: for a bias that reads the query.
+    guarded: whether a bias of -inf must hide what is no number, see ranges.py.
     """
 
     q_pos: Any
@@ -49,6 +50,7 @@ class At(NamedTuple):
     unit: Any
     query: Any
     scale: Any
+    guarded: Any
 
 
 @triton.jit
@@ -63,8 +65,8 @@ def matrix_of(batch, head, query_starts, sizes, numbers):
 @triton.jit
 def place(
     matrix, q_tile, first_row, first_key, offset,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TRANSPOSED: tl.constexpr = False,
-    ANYWHERE: tl.constexpr = False,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, GUARDED: tl.constexpr,
+    TRANSPOSED: tl.constexpr = False, ANYWHERE: tl.constexpr = False,
 ):  # fmt: skip
     """The At of a tile of scores [M, N], or [N, M] where TRANSPOSED.
 
@@ -76,14 +78,15 @@ def place(
     else:
         rows, keys = tl.arange(0, TILE_M)[:, None], tl.arange(0, TILE_N)[None, :]
     return place_offsets(
-        matrix, q_tile, first_row, first_key, offset, rows, keys, TILE_M, TILE_N, ANYWHERE
+        matrix, q_tile, first_row, first_key, offset, rows, keys, TILE_M, TILE_N, GUARDED, ANYWHERE
     )
 
 
 @triton.jit
 def place_offsets(
     matrix, q_tile, first_row, first_key, offset, rows, keys,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, ANYWHERE: tl.constexpr = False,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, GUARDED: tl.constexpr = True,
+    ANYWHERE: tl.constexpr = False,
 ):  # fmt: skip
     """The same. rows, keys: counted from the tile's first ones, broadcast against it."""
     q_start = matrix.query_start + first_row
@@ -108,6 +111,7 @@ def place_offsets(
         matrix.unit,
         q_tile,
         matrix.scale,
+        GUARDED,
     )
 
 

@@ -6,18 +6,32 @@ with its vector. Neighbouring diagonals share a half; they are added in a fixed 
 that the gradient repeats bit for bit. Nothing is as large as a matrix of scores.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
-from limelight.kernels import dropout
-from limelight.kernels.bias_gradient import gradient_of_scores, outwards
+from limelight.kernels import dropout, ranges
+from limelight.kernels.bias_gradient import along, gradient_of_scores, outwards
 from limelight.kernels.scores import matrix_of
 from limelight.kernels.tiles import head_of, load_or, load_rows, padded
 
 
+class BandSums(NamedTuple):
+    """Of both halves of a band: the sums of queries [N, D] and of numbers, [N, SAME] alike."""
+
+    near: Any
+    far: Any
+    near_numbers: Any
+    far_numbers: Any
+
+
+SAME = tl.constexpr(16)  # the least that a product takes
+
+
 @triton.jit
 def band_gradients(
-    query, key, value, query_starts, seeds, masks, biases, d_out, row_numbers, bias,
+    query, key, value, query_starts, seeds, masks, biases, d_out, row_numbers, bias, seen,
     bands, numbers_bands,
     strides, sizes, numbers, options, diagonals,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
@@ -27,42 +41,37 @@ def band_gradients(
     bands [parts, H, diagonals, 2 N + 2, D] float32: the vectors of both halves, then what lies
     before the table's first entry and after its last, added up. numbers_bands [parts, H, diagonals,
     2 N + 2]: the same of the numbers beside the vectors. bias: a tuple of the one. A part is of
-    diagonals.batches batch elements. M is N.
+    diagonals.batches batch elements. M is N. seen: from `key_ranges`.
     """
     part = tl.program_id(0) % diagonals.parts
     head = tl.program_id(0) // diagonals.parts % sizes.q_heads
     diagonal = outwards(tl.program_id(0) // diagonals.parts // sizes.q_heads, diagonals.count)
     offset = (diagonals.first + diagonal) * TILE_N
-    first_tile = tl.maximum(-(diagonals.first + diagonal), 0)
-    stop_tile = tl.minimum(tl.cdiv(sizes.q_len, TILE_M), tl.cdiv(sizes.kv_len - offset, TILE_N))
     seed = dropout.seed_of(seeds, numbers)
-    near = tl.zeros([TILE_N, padded(HEAD_DIM)], tl.float32)
-    far = tl.zeros([TILE_N, padded(HEAD_DIM)], tl.float32)
-    near_numbers, far_numbers = tl.zeros([TILE_N], tl.float32), tl.zeros([TILE_N], tl.float32)
+    sums = BandSums(
+        tl.zeros([TILE_N, padded(HEAD_DIM)], tl.float32),
+        tl.zeros([TILE_N, padded(HEAD_DIM)], tl.float32),
+        tl.zeros([TILE_N, SAME], tl.float32),
+        tl.zeros([TILE_N, SAME], tl.float32),
+    )
     first_batch = part * diagonals.batches
     for batch in tl.range(first_batch, min(first_batch + diagonals.batches, diagonals.all_batches)):
         matrix = matrix_of(batch, head, query_starts, sizes, numbers)
-        q_head = head_of(query, strides.query, batch, head)
-        for tile in tl.range(first_tile, stop_tile):
-            first_row = tile * TILE_M
-            d_scores = gradient_of_scores(
-                query, key, value, d_out, row_numbers, masks, biases, first_row, first_row + offset,
-                offset, matrix, seed, strides, sizes, numbers, options, 0.0, HEAD_DIM, VALUE_DIM,
-                TILE_M, TILE_N, PARTIAL=True, ANYWHERE=False,
-            )  # [M, N]  # fmt: skip
-            q_tile = load_rows(
-                q_head, strides.query.row, first_row, 0, sizes.q_len, HEAD_DIM, TILE_M, BOUNDED=True
-            )  # [M, D]  # fmt: skip
-            turned = tl.trans(
-                bias[0].turned(d_scores.to(q_tile.dtype), first_row + offset)
-            )  # [N, M]
-            is_near = tl.arange(0, TILE_N)[:, None] + tl.arange(0, TILE_M)[None, :] >= TILE_M - 1
-            d_near, d_far = tl.where(is_near, turned, 0.0), tl.where(is_near, 0.0, turned)
-            if bias[0].HAS_SCORES:
-                near_numbers += tl.sum(d_near.to(tl.float32), 1)
-                far_numbers += tl.sum(d_far.to(tl.float32), 1)
-            near = tl.dot(d_near, q_tile, near, input_precision=options.precision)
-            far = tl.dot(d_far, q_tile, far, input_precision=options.precision)
+        walk = along(offset, seen, matrix, TILE_M, TILE_N)
+        for tile in tl.range(walk.full_first, walk.full_last):
+            sums = _add_tile(
+                sums, query, key, value, d_out, row_numbers, masks, biases, bias, tile * TILE_M,
+                offset, matrix, seed, strides, sizes, numbers, options, HEAD_DIM, VALUE_DIM, TILE_M,
+                TILE_N, PARTIAL=False,
+            )  # fmt: skip
+        for i in tl.range(0, walk.partial_count):
+            sums = _add_tile(
+                sums, query, key, value, d_out, row_numbers, masks, biases, bias,
+                ranges.partial_tile(walk, i) * TILE_M, offset, matrix, seed, strides, sizes,
+                numbers, options, HEAD_DIM, VALUE_DIM, TILE_M, TILE_N, PARTIAL=True,
+            )  # fmt: skip
+    near, far = sums.near, sums.far
+    near_numbers, far_numbers = tl.max(sums.near_numbers, 1), tl.max(sums.far_numbers, 1)
     start = load_or(query_starts, first_batch, numbers.query_start).to(tl.int32)
     near_place = bias[0].places(offset - start, 0, TILE_M, TILE_N, bias[0])
     far_place = bias[0].places(offset - start, TILE_N, TILE_M, TILE_N, bias[0])
@@ -87,6 +96,35 @@ def band_gradients(
         tl.store(place, tl.sum(vectors, 0), mask=dim < HEAD_DIM)
         ends = tl.where(near_end, near_numbers, 0.0) + tl.where(far_end, far_numbers, 0.0)
         tl.store(numbers_band + 2 * TILE_N + end, tl.sum(ends, 0))
+
+
+@triton.jit
+def _add_tile(
+    sums, query, key, value, d_out, row_numbers, masks, biases, bias, first_row, offset, matrix,
+    seed, strides, sizes, numbers, options,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    PARTIAL: tl.constexpr,
+):  # fmt: skip
+    """The sums after one more tile of a diagonal."""
+    d_scores = gradient_of_scores(
+        query, key, value, d_out, row_numbers, masks, biases, first_row, first_row + offset, offset,
+        matrix, seed, strides, sizes, numbers, options, 0.0, HEAD_DIM, VALUE_DIM, TILE_M, TILE_N,
+        PARTIAL, ANYWHERE=False,
+    )  # [M, N]  # fmt: skip
+    q_tile = load_rows(
+        head_of(query, strides.query, matrix.batch, matrix.head), strides.query.row, first_row, 0,
+        sizes.q_len, HEAD_DIM, TILE_M, PARTIAL,
+    )  # [M, D]  # fmt: skip
+    d_near, d_far = bias[0].unskewed(d_scores, sizes.kv_len)  # [M, N]
+    d_near, d_far = tl.trans(d_near.to(q_tile.dtype)), tl.trans(d_far.to(q_tile.dtype))
+    near = tl.dot(d_near, q_tile, sums.near, input_precision=options.precision)
+    far = tl.dot(d_far, q_tile, sums.far, input_precision=options.precision)
+    near_numbers, far_numbers = sums.near_numbers, sums.far_numbers
+    if bias[0].HAS_SCORES:
+        ones = tl.full([TILE_M, SAME], 1.0, q_tile.dtype)
+        near_numbers = tl.dot(d_near, ones, near_numbers, input_precision=options.precision)
+        far_numbers = tl.dot(d_far, ones, far_numbers, input_precision=options.precision)
+    return BandSums(near, far, near_numbers, far_numbers)
 
 
 @triton.jit

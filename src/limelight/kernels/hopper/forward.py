@@ -173,7 +173,7 @@ def _item(index, task):
     stop_row = min(first_row + task.cut.rows, sizes.q_len)
     walk = ranges.keys_of(
         matrix.query_start + first_row, matrix.query_start + stop_row, task.masks, matrix,
-        task.cut.keys, task.options.all_partial,
+        task.cut.keys, task.options.hides,
     )  # fmt: skip
     count = max(walk.partial_count + walk.full_last - walk.full_first, 1)
     return Item(first_row, matrix, walk, count)
