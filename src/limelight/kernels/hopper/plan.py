@@ -67,14 +67,13 @@ def forward(
     config = config or configs.forward(dim_of(call), plain)
     tiles = tiles_of(size.q_len, config.rows)
     items = tiles * size.q_heads * size.batch
-    beside = tiles if call.mask is None else min(tiles, _BESIDE)
     terms = args.terms(call, "")
     terms.pop("seeds")
     task = Task(
         sinks=null(call.query.dtype) if call.sinks is None else call.sinks,
         **terms,
         **args.numbers_and_options(call, args.precision(call.query.dtype, capability, allow_tf32)),
-        order=Order(i32(items), i32(size.batch), i32(beside)),
+        order=Order(i32(items), i32(size.batch), i32(beside(call, tiles))),
         cut=Cut(
             head_dim=call.query.shape[3],
             value_dim=call.value.shape[3],
@@ -98,3 +97,8 @@ def forward(
     grid = min(items, programs or call.problem.device.sms or items)
     launch = Launch(kernel, grid, arguments, {}, 4, 1, config.max_registers)
     return [launch] if grid else []
+
+
+def beside(call: Call, tiles: int) -> int:
+    """How many tiles of one matrix follow another."""
+    return tiles if call.mask is None else min(tiles, _BESIDE)
