@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from limelight import attention, backends, explain
+from limelight import attention, backends
 from limelight.biases import ALiBi
 from limelight.masks import Causal, KeyLengths, PrefixLM, SlidingWindow
 from limelight.testing import check
@@ -93,7 +93,7 @@ def test_shapes(options: dict[str, Any], mask: Any) -> None:
 def test_random_lengths(dim: int) -> None:
     """Fewer and more tiles than stages, items and programs."""
     draw = random.Random(dim)
-    for _ in range(25):
+    for _ in range(12):
         q_len, kv_len = draw.randint(1, 700), draw.randint(1, 700)
         group = draw.choice([1, 2, 4])
         kv_heads = draw.choice([1, 3])
@@ -169,7 +169,3 @@ def test_graph_capture() -> None:
     graph.replay()
     for one, other in zip(found, right, strict=True):
         torch.testing.assert_close(one, other)
-
-
-def test_explain_names_the_backward() -> None:
-    assert explain(*inputs(64, 64)).backend == "hopper"
