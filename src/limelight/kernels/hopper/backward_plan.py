@@ -11,7 +11,7 @@ from limelight.kernels.hopper import configs
 from limelight.kernels.hopper.backward import backward as kernel
 from limelight.kernels.hopper.configs import BackwardConfig
 from limelight.kernels.hopper.ends import finish, prepare
-from limelight.kernels.hopper.plan import Order, beside
+from limelight.kernels.hopper.plan import Order, beside, is_plain
 from limelight.kernels.launch import Array, Launch, Shape, i32, null
 from limelight.kernels.plan import add_up
 
@@ -77,7 +77,7 @@ def backward(
         call, out=out, d_out=d_out, d_query=gradients.query, d_key=gradients.key,
         d_value=gradients.value,
     )  # fmt: skip
-    config = config or configs.backward(dim_of(call))
+    config = config or configs.backward(dim_of(call), plain=is_plain(call))
     launches = _prepare(call, out, lse, d_out, d_lse, gradients, memory, strides)
     launches += _main(call, d_out, gradients, memory, strides, capability, config, programs)
     if gradients.query is not None:

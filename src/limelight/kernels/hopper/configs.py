@@ -53,11 +53,14 @@ class BackwardConfig:
 ENDS = Tiled(64, 1, 4, 1)  # of the kernels before and after
 
 _BACKWARD = {64: BackwardConfig(128, 128, 2), 128: BackwardConfig(64, 128, 3)}
+# A bias or a softcap would have the wide tiles spill 500 bytes a thread, not 30 to 100.
+_SHAPED_BACKWARD = {**_BACKWARD, 64: BackwardConfig(64, 128, 4, "compiled, not measured")}
 
 
-def backward(dim: int) -> BackwardConfig:
-    """dim: the larger of head_dim and value_dim, at most 128."""
-    return _BACKWARD[min(served for served in _BACKWARD if served >= dim)]
+def backward(dim: int, plain: bool) -> BackwardConfig:
+    """dim: the larger of head_dim and value_dim, at most 128. plain: as for the forward."""
+    table = _BACKWARD if plain else _SHAPED_BACKWARD
+    return table[min(served for served in table if served >= dim)]
 
 
 _FORWARD = {

@@ -63,8 +63,7 @@ def forward(
 ) -> list[Launch]:
     """As plan.forward; no memory is used. programs: instead of the device's multiprocessors."""
     size = call.size
-    plain = call.bias is None and call.softcap is None
-    config = config or configs.forward(dim_of(call), plain)
+    config = config or configs.forward(dim_of(call), is_plain(call))
     tiles = tiles_of(size.q_len, config.rows)
     items = tiles * size.q_heads * size.batch
     terms = args.terms(call, "")
@@ -97,6 +96,11 @@ def forward(
     grid = min(items, programs or call.problem.device.sms or items)
     launch = Launch(kernel, grid, arguments, {}, 4, 1, config.max_registers)
     return [launch] if grid else []
+
+
+def is_plain(call: Call) -> bool:
+    """Whether scores are scaled and masked, and nothing else."""
+    return call.bias is None and call.softcap is None
 
 
 def beside(call: Call, tiles: int) -> int:
