@@ -72,9 +72,16 @@ def test_only_what_the_problem_wants(kernels, compiled):
     assert compiled == ["forward"]
 
 
-def test_hopper_forward_and_the_backward_of_flash(kernels, compiled):
+def test_hopper_with_its_own_backward(kernels, compiled):
     with backends("hopper"):
         precompile(Problem.of(training=True), device="H200")
+    assert sorted(compiled) == ["backward", "finish", "forward", "prepare"]
+
+
+@pytest.mark.parametrize("options", [{"deterministic": True}, {"head_dim": 256}], ids=str)
+def test_hopper_forward_and_the_backward_of_flash(kernels, compiled, options):
+    with backends("hopper"):
+        precompile(Problem.of(training=True, **options), device="H200")
     assert sorted(compiled) == ["forward", "key_gradients", "query_gradient", "row_numbers"]
 
 

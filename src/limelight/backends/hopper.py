@@ -1,6 +1,7 @@
-"""The `hopper` backend: a forward for Hopper's own instructions; the backward is `flash`'s.
+"""The `hopper` backend: kernels for Hopper's own instructions, written in Gluon.
 
-The kernel is written in Gluon (`kernels/hopper/`). docs/hopper.md tells how it works.
+Where gradients must repeat bit for bit, where a bias wants its own, and for a head_dim over 128 the
+backward is `flash`'s. docs/hopper.md tells how the kernels (`kernels/hopper/`) work.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _MAX_STRIDE = 2**40  # bytes that the copy engine takes between rows
 class Hopper(Backend):
     name = "hopper"
     compiles = True
-    summary = "warp-specialised forward for H100 and H200; the backward is flash's"
+    summary = "warp-specialised kernels for H100 and H200"
 
     def why_not(self, problem: Problem) -> list[Reason]:
         p = problem
@@ -75,7 +76,8 @@ class Hopper(Backend):
 
     def precompile(self, call: Call) -> None:
         kernels, plan = _kernels()
-        kernels.precompile(call, plan.forward)
+        wanted = Gradients.named(call.problem.gradients, call.bias)
+        kernels.precompile(call, plan.forward, _backward_plan(call, wanted))
 
     def forward(self, call: Call) -> tuple[Any, Any]:
         kernels, plan = _kernels()
@@ -85,7 +87,10 @@ class Hopper(Backend):
         self, call: Call, out: Any, lse: Any, d_out: Any, d_lse: Any, wanted: Gradients
     ) -> Gradients:
         kernels, _ = _kernels()
-        return kernels.backward(call, out, lse, d_out, d_lse, wanted)
+        if d_out is not None and not _is_describable(d_out):
+            d_out = kernels.contiguous_copy(d_out)
+        plan = _backward_plan(call, wanted)
+        return kernels.backward(call, out, lse, d_out, d_lse, wanted, plan)
 
 
 @cache
@@ -94,6 +99,37 @@ def _kernels() -> tuple[Any, Any]:
     from limelight.kernels.hopper import plan
 
     return torch_flash, plan
+
+
+_BACKWARD_DIM = 128
+
+
+def _backward_plan(call: Call, wanted: Gradients) -> Any:
+    """The module that plans the backward: our own kernel's, or that of `flash`."""
+    from limelight.kernels import plan
+    from limelight.kernels.hopper import backward_plan
+
+    p = call.problem
+    own = (
+        not p.deterministic
+        and not any(wanted.bias)
+        and max(p.head_dim, p.value_dim) <= _BACKWARD_DIM
+        and p.value_dim % 8 == 0  # rows of 16 bytes, once the arriving gradient is contiguous
+    )
+    return backward_plan if own else plan
+
+
+def _is_describable(d_out: Any) -> bool:
+    """Whether the copy engine can read the gradient that arrives, as it is."""
+    *steps, last = d_out.stride()
+    sizes = d_out.shape[:3]
+    return (
+        last == 1
+        and d_out.data_ptr() % 16 == 0
+        and all(
+            step > 0 and step % 8 == 0 for size, step in zip(sizes, steps, strict=True) if size > 1
+        )
+    )
 
 
 def _laid_out(values: Sequence[float]) -> Layout:

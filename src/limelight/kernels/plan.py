@@ -194,7 +194,7 @@ def _row_numbers(
     constants = {"VALUE_DIM": call.value.shape[3], "TILE_M": config.rows}
     launches = launches_of(row_numbers, tiles * heads * batch, arguments, constants, config)
     if gradients.sinks is not None:
-        launches += _add_up(sums, gradients.sinks, tiles, batches=batch, heads=heads)
+        launches += add_up(sums, gradients.sinks, tiles, batches=batch, heads=heads)
     return launches
 
 
@@ -245,11 +245,11 @@ def _slopes(call: Call, gradients: Gradients, sums: Array, adding: Adding) -> li
             _, batch, heads, tiles = sums.shape
             part = sums.address + n * batch * heads * tiles * ITEM_BYTES["float32"]
             own = Array(part, sums.shape[1:], sums.strides[1:], "float32")
-            launches += _add_up(own, gradient, tiles, batches=batch, heads=heads)
+            launches += add_up(own, gradient, tiles, batches=batch, heads=heads)
     return launches
 
 
-def _add_up(sums: Array, total: Array, tiles: int, *, batches: int, heads: int) -> list[Launch]:
+def add_up(sums: Array, total: Array, tiles: int, *, batches: int, heads: int) -> list[Launch]:
     """total [heads] or [batches, heads] from sums [batches, heads, tiles]."""
     per_batch = len(total.shape) == 2
     arguments = {

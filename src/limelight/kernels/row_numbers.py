@@ -33,9 +33,26 @@ def row_numbers(
     tiles = tl.cdiv(sizes.q_len, TILE_M)
     tile = tl.program_id(0) % tiles
     matrix = tl.program_id(0) // tiles
+    shift, delta = shift_and_delta(
+        out, d_out, lse, d_lse, matrix, tile * TILE_M, strides, sizes, VALUE_DIM, TILE_M
+    )
+    row = tile * TILE_M + tl.arange(0, TILE_M)
+    inside = row < sizes.q_len
+    place = matrix.to(tl.int64) * sizes.q_len + row
+    column = tl.arange(0, ROW_NUMBERS)[None, :]
+    both = tl.where(column == 0, shift[:, None], tl.where(column == 1, delta[:, None], 0.0))
+    tl.store(numbers + place[:, None] * ROW_NUMBERS + column, both, mask=inside[:, None])
+    add_sinks(sinks, sink_sums, shift, delta, matrix % sizes.q_heads, matrix * tiles + tile)
+
+
+@triton.jit
+def shift_and_delta(
+    out, d_out, lse, d_lse, matrix, first_row, strides, sizes,
+    VALUE_DIM: tl.constexpr, TILE_M: tl.constexpr,
+):  # fmt: skip
+    """The two numbers of the rows of a tile. matrix: counts query heads of all batch elements."""
     head = matrix % sizes.q_heads
     batch = matrix // sizes.q_heads
-    first_row = tile * TILE_M
     out_tile = load_rows(
         head_of(out, strides.out, batch, head), strides.out.row, first_row, 0, sizes.q_len,
         VALUE_DIM, TILE_M, BOUNDED=True,
@@ -52,12 +69,15 @@ def row_numbers(
     nothing = log_sum_exp == float("-inf")
     shift = tl.where(nothing, float("inf"), log_sum_exp * LOG2E)
     delta = tl.where(nothing, 0.0, tl.sum(out_tile * d_out_tile, 1) - d_log_sum_exp)
-    column = tl.arange(0, ROW_NUMBERS)[None, :]
-    both = tl.where(column == 0, shift[:, None], tl.where(column == 1, delta[:, None], 0.0))
-    tl.store(numbers + place[:, None] * ROW_NUMBERS + column, both, mask=inside[:, None])
+    return shift, delta
+
+
+@triton.jit
+def add_sinks(sinks, sink_sums, shift, delta, head, place):
+    """Stores these rows' part of the sinks' gradient, if that is wanted."""
     sink = load_or(sinks, head, float("-inf")).to(tl.float32)
     sink_sum = -tl.sum(tl.exp2(sink * LOG2E - shift) * delta, 0)
-    tl.store(sink_sums + matrix * tiles + tile, sink_sum, mask=is_given(sink_sums))
+    tl.store(sink_sums + place, sink_sum, mask=is_given(sink_sums))
 
 
 @triton.jit

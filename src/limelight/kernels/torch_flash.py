@@ -110,8 +110,9 @@ def backward(
     d_out: Tensor | None,
     d_lse: Tensor | None,
     wanted: Gradients,
+    planned: Any = plan,
 ) -> Gradients:
-    """The wanted gradients, each in its input's dtype; bitwise repeatable."""
+    """The wanted gradients, each in its input's dtype. planned: the module that plans them."""
     out = _unit(out if out.dtype == call.query.dtype else out.to(call.query.dtype))
     d_out = torch.zeros_like(out) if d_out is None else _unit(d_out)
     given = [out, lse.contiguous(), d_out]
@@ -121,13 +122,19 @@ def backward(
     tensors = [*call.tensors(), *given, *made]
 
     layouts = (out.stride(), d_out.stride(), d_out.data_ptr() & 15, d_lse is None)
-    key = ("backward", flags, layouts, *_key(call))
+    key = (planned.__name__, flags, layouts, *_key(call))
     prepared = _prepared.get(key)
     if prepared is None:
-        launches = _backward_launches(call, tensors, len(given), wanted)
+        launches = _backward_launches(call, tensors, len(given), wanted, planned)
         prepared = _keep(key, _prepare(call, *launches))
-    prepared.program.run(*_where([*tensors, *prepared.allocate(call.query)]))
+    memory = prepared.allocate(call.query)  # held, as the launches allocate more
+    prepared.program.run(*_where([*tensors, *memory]), allocate=_allocate(call.query))
     return _gradients(flags, made)
+
+
+def contiguous_copy(tensor: Tensor) -> Tensor:
+    """A copy even of a contiguous one, whose rows may begin anywhere."""
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _to_fill(call: Call, wanted: Gradients) -> tuple[tuple[bool, ...], list[Tensor]]:
@@ -139,7 +146,7 @@ def _to_fill(call: Call, wanted: Gradients) -> tuple[tuple[bool, ...], list[Tens
 
 
 def _backward_launches(
-    call: Call, tensors: list[Tensor], given: int, wanted: Gradients
+    call: Call, tensors: list[Tensor], given: int, wanted: Gradients, planned: Any = plan
 ) -> tuple[list[Launch], list[Tensor]]:
     """The launches, and the scratch to allocate for each.
 
@@ -147,12 +154,12 @@ def _backward_launches(
     gradients to fill.
     """
     described = _described(call, tensors)
-    needed = plan.scratch(described, wanted, **_switches(call))
+    needed = planned.scratch(described, wanted, **_switches(call))
     memory = _scratch(call, needed)
     arrays = _arrays([*tensors, *memory])
     own = len(call.tensors())
     out, lse, d_out, *rest = arrays[own : own + given]
-    launches = plan.backward(
+    launches = planned.backward(
         described,
         out,
         lse,
@@ -173,11 +180,12 @@ def _prepare(call: Call, launches: Sequence[Launch], made: Sequence[Tensor]) -> 
     )
 
 
-def precompile(call: Call, planned: Planned = plan.forward) -> None:
+def precompile(call: Call, planned: Planned = plan.forward, backward_planned: Any = plan) -> None:
     """Compiles what the forward needs, and the gradients that the problem names.
 
     Loads it too where the problem's device is the GPU that holds the tensors or, for tensors that
-    are nowhere, torch's current one. planned: the forward's kernel, by its plan.
+    are nowhere, torch's current one. planned, backward_planned: as the forward and the backward
+    take them.
     """
     launches, made = _forward_launches(call, planned)
     names = call.problem.gradients
@@ -189,7 +197,7 @@ def precompile(call: Call, planned: Planned = plan.forward) -> None:
         for d_lse in ([], [lse]) if call.problem.return_lse else ([],):
             given = [out, lse, out, *d_lse]
             tensors = [*call.tensors(), *given, *to_fill]
-            launches += _backward_launches(call, tensors, len(given), wanted)[0]
+            launches += _backward_launches(call, tensors, len(given), wanted, backward_planned)[0]
     device = _device(call)
     for launch in launches:
         kernel = recipe(launch, _target(call))

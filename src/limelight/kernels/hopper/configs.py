@@ -1,10 +1,16 @@
-"""How the forward on Hopper is cut, by head_dim and by what happens to the scores: data."""
+"""How calls are cut on Hopper, by head_dim and by what happens to the scores: data."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-_REGISTERS = 65536  # of a multiprocessor
+from limelight.kernels.configs import Config as Tiled
+
+
+def _max_registers(consumers: int) -> int:
+    """Of a thread at the start, before the consumers take over what the producer gives up."""
+    of_a_multiprocessor = 65536
+    return of_a_multiprocessor // (128 * (consumers + 1)) // 8 * 8
 
 
 @dataclass(frozen=True)
@@ -24,8 +30,37 @@ class Config:
 
     @property
     def max_registers(self) -> int:
-        """Of a thread at the start, before the consumers take over what the producer gives up."""
-        return _REGISTERS // (128 * (self.consumers + 1)) // 8 * 8
+        return _max_registers(self.consumers)
+
+
+@dataclass(frozen=True)
+class BackwardConfig:
+    """rows, keys: queries and keys of a tile, of which two consumers have half of the keys each.
+
+    stages: tiles of queries, with what belongs to them, in shared memory.
+    """
+
+    rows: int
+    keys: int
+    stages: int
+    source: str = "measured on an H200, beside no other"
+
+    @property
+    def max_registers(self) -> int:
+        return _max_registers(consumers=2)
+
+
+ENDS = Tiled(64, 1, 4, 1)  # of the kernels before and after
+
+_BACKWARD = {64: BackwardConfig(128, 128, 2), 128: BackwardConfig(64, 128, 3)}
+# A bias or a softcap would have the wide tiles spill 500 bytes a thread, not 30 to 100.
+_SHAPED_BACKWARD = {**_BACKWARD, 64: BackwardConfig(64, 128, 4, "compiled, not measured")}
+
+
+def backward(dim: int, plain: bool) -> BackwardConfig:
+    """dim: the larger of head_dim and value_dim, at most 128. plain: as for the forward."""
+    table = _BACKWARD if plain else _SHAPED_BACKWARD
+    return table[min(served for served in table if served >= dim)]
 
 
 _FORWARD = {

@@ -10,14 +10,21 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
-    mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from limelight.kernels import ranges
-from limelight.kernels.hopper.gluon_names import copy_in
+from limelight.kernels.hopper.layouts import operand, products_layout, rounded
+from limelight.kernels.hopper.rings import (
+    await_tile,
+    descriptor,
+    empty,
+    fill,
+    padded,
+    ring,
+    tile_of,
+)
 from limelight.kernels.hopper.turns import pass_turn, wait_turn
 from limelight.kernels.scores import (
     LN2,
@@ -29,14 +36,6 @@ from limelight.kernels.scores import (
     scores_of,
 )
 from limelight.kernels.tiles import head_of, is_given, load_or
-
-
-class Ring(NamedTuple):
-    """Tiles in shared memory that the producer fills and the consumers empty, in turn."""
-
-    tiles: Any  # [STAGES, 1, 1, rows, dim]
-    filled: Any  # barriers, one for each stage
-    emptied: Any
 
 
 class Rings(NamedTuple):
@@ -61,12 +60,6 @@ class Softmax(NamedTuple):
     row_sums: Any  # [R, 8], not yet added up
 
 
-@gluon.constexpr_function
-def padded(dim):
-    """The width of a tile whose rows hold `dim` numbers: 64, 128 or 256."""
-    return max(64, 1 << (dim - 1).bit_length())
-
-
 @gluon.jit
 def forward(query, key, value, out, lse, strides, task):
     """out [B, H, M, E] in its own dtype, lse [B, H, M] float32, contiguous, or null.
@@ -76,7 +69,7 @@ def forward(query, key, value, out, lse, strides, task):
     """
     sizes = task.sizes
     batches, kv_heads = task.order.batches, sizes.q_heads // sizes.group
-    q_source = _descriptor(
+    q_source = descriptor(
         query,
         strides.query,
         batches,
@@ -85,16 +78,16 @@ def forward(query, key, value, out, lse, strides, task):
         task.cut.head_dim,
         task.cut.own_rows,
     )
-    k_source = _descriptor(
+    k_source = descriptor(
         key, strides.key, batches, kv_heads, sizes.kv_len, task.cut.head_dim, task.cut.keys
     )
-    v_source = _descriptor(
+    v_source = descriptor(
         value, strides.value, batches, kv_heads, sizes.kv_len, task.cut.value_dim, task.cut.keys
     )
     rings = Rings(
-        _ring(q_source, task.cut.consumers, 1),
-        _ring(k_source, task.cut.stages, task.cut.consumers),
-        _ring(v_source, task.cut.stages, task.cut.consumers),
+        ring(q_source, task.cut.consumers, 1),
+        ring(k_source, task.cut.stages, task.cut.consumers),
+        ring(v_source, task.cut.stages, task.cut.consumers),
     )
     if task.cut.consumers == 2:
         gl.warp_specialize(
@@ -117,33 +110,6 @@ def forward(query, key, value, out, lse, strides, task):
             [4, 4, 1],
             [160, 160, 24],
         )
-
-
-@gluon.jit
-def _descriptor(tensor, strides, batches, heads, length, DIM: gl.constexpr, ROWS: gl.constexpr):
-    """What the copy engine needs to know of a tensor; what lies outside arrives as zeros."""
-    BLOCK: gl.constexpr = [1, 1, ROWS, padded(DIM)]
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(BLOCK, tensor.dtype.element_ty)
-    return tma.make_tensor_descriptor(
-        tensor,
-        [batches, heads, length, DIM],
-        [strides.batch, strides.head, strides.row, 1],
-        BLOCK,
-        layout,
-    )
-
-
-@gluon.jit
-def _ring(source, STAGES: gl.constexpr, READERS: gl.constexpr):
-    tiles = gl.allocate_shared_memory(
-        source.dtype, [STAGES] + source.block_type.shape, source.layout
-    )
-    filled = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    emptied = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(filled.index(stage), count=1)
-        mbarrier.init(emptied.index(stage), count=READERS)
-    return Ring(tiles, filled, emptied)
 
 
 @gluon.jit
@@ -189,13 +155,6 @@ def _first_key(item, i, task):
 
 
 @gluon.jit
-def _stage(ring, n):
-    """Where the n-th tile to be copied lies, and the phase of its barriers."""
-    STAGES: gl.constexpr = ring.tiles.type.shape[0]
-    return n % STAGES, (n // STAGES) & 1
-
-
-@gluon.jit
 def _producer(q_source, k_source, v_source, rings, task):
     n = 0
     items = 0
@@ -204,55 +163,25 @@ def _producer(q_source, k_source, v_source, rings, task):
         batch, head = item.matrix.batch, item.matrix.head
         for consumer in gl.static_range(task.cut.consumers):
             row = item.first_row + consumer * task.cut.own_rows
-            _fill(rings.query, items * task.cut.consumers + consumer, q_source, batch, head, row)
+            fill(rings.query, items * task.cut.consumers + consumer, q_source, batch, head, row)
         kv_head = head // task.sizes.group
         # Values lag a tile behind keys, as their use does.
-        _fill(rings.key, n, k_source, batch, kv_head, _first_key(item, 0, task))
+        fill(rings.key, n, k_source, batch, kv_head, _first_key(item, 0, task))
         for i in range(1, item.count):
-            _fill(rings.key, n + i, k_source, batch, kv_head, _first_key(item, i, task))
-            _fill(rings.value, n + i - 1, v_source, batch, kv_head, _first_key(item, i - 1, task))
+            fill(rings.key, n + i, k_source, batch, kv_head, _first_key(item, i, task))
+            fill(rings.value, n + i - 1, v_source, batch, kv_head, _first_key(item, i - 1, task))
         last = item.count - 1
-        _fill(rings.value, n + last, v_source, batch, kv_head, _first_key(item, last, task))
+        fill(rings.value, n + last, v_source, batch, kv_head, _first_key(item, last, task))
         n += item.count
         items = items + 1
-
-
-@gluon.jit
-def _fill(ring, n, source, batch, head, row):
-    """Has the n-th tile of a ring copied, as soon as its place is empty."""
-    stage, phase = _stage(ring, n)
-    mbarrier.wait(ring.emptied.index(stage), phase ^ 1)
-    mbarrier.expect(ring.filled.index(stage), source.block_type.nbytes)
-    copy_in(source, [batch, head, row, 0], ring.filled.index(stage), ring.tiles.index(stage))
-
-
-@gluon.jit
-def _await(ring, n):
-    """The n-th tile of a ring, once it has arrived."""
-    stage, phase = _stage(ring, n)
-    mbarrier.wait(ring.filled.index(stage), phase)
-    return _tile(ring, n)
-
-
-@gluon.jit
-def _tile(ring, n):
-    SHAPE: gl.constexpr = [ring.tiles.type.shape[3], ring.tiles.type.shape[4]]
-    stage, _ = _stage(ring, n)
-    return ring.tiles.index(stage).reshape(SHAPE)
-
-
-@gluon.jit
-def _empty(ring, n):
-    stage, _ = _stage(ring, n)
-    mbarrier.arrive(ring.emptied.index(stage), count=1)
 
 
 @gluon.jit
 def _consumer(ME: gl.constexpr, rings, out, lse, out_strides, task):
     ROWS: gl.constexpr = task.cut.own_rows
     VALUE_DIM: gl.constexpr = padded(task.cut.value_dim)
-    s_layout: gl.constexpr = _products_layout(task.cut.keys)
-    acc_layout: gl.constexpr = _products_layout(VALUE_DIM)
+    s_layout: gl.constexpr = products_layout(task.cut.keys)
+    acc_layout: gl.constexpr = products_layout(VALUE_DIM)
     start = Softmax(
         gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, s_layout)),
         _partial_sums(gl.zeros([ROWS, task.cut.keys], gl.float32, s_layout)),
@@ -263,7 +192,7 @@ def _consumer(ME: gl.constexpr, rings, out, lse, out_strides, task):
     items = 0
     for index in range(gl.program_id(0), task.order.items, gl.num_programs(0)):
         item = _item(index, task)
-        q_tile = _await(rings.query, items * task.cut.consumers + ME)
+        q_tile = await_tile(rings.query, items * task.cut.consumers + ME)
         state, weights = _first_step(start, item, q_tile, rings, n, task, ME)
         acc = gl.zeros([ROWS, VALUE_DIM], gl.float32, acc_layout)
         full_from = max(item.walk.partial_count, 1)
@@ -275,38 +204,30 @@ def _consumer(ME: gl.constexpr, rings, out, lse, out_strides, task):
             state, acc, weights = _step(
                 state, acc, weights, item, i, q_tile, rings, n + i, task, ME, PARTIAL=False
             )
-        _empty(rings.query, items * task.cut.consumers + ME)
+        empty(rings.query, items * task.cut.consumers + ME)
         n += item.count
         items = items + 1
-        acc = warpgroup_mma(weights, _tile(rings.value, n - 1), acc, is_async=True)
+        acc = warpgroup_mma(weights, tile_of(rings.value, n - 1), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=(acc,))
-        _empty(rings.value, n - 1)
+        empty(rings.value, n - 1)
         _store(out, lse, out_strides, state, acc, item, task, ME)
     if task.cut.turns and ME == 0:
         wait_turn(0)  # the last to pass it on passed it to nobody
 
 
-@gluon.constexpr_function
-def _products_layout(columns):
-    """Of the product of a warpgroup's queries with a tile that has so many columns."""
-    return gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16]
-    )
-
-
 @gluon.jit
 def _first_step(state, item, q_tile, rings, n, task, ME: gl.constexpr):
     """An item's first tile of keys, for which no values wait yet. It is taken for a partial one."""
-    k_tile = _await(rings.key, n)
+    k_tile = await_tile(rings.key, n)
     if task.cut.turns:
         wait_turn(ME)
     products = _scores(q_tile, k_tile)
     if task.cut.turns:
         pass_turn((ME + 1) % task.cut.consumers)
     products = warpgroup_mma_wait(0, deps=(products,))
-    _empty(rings.key, n)
+    empty(rings.key, n)
     state, _, weights = _weigh(state, products, item, 0, rings.value, n, task, ME, PARTIAL=True)
-    _await(rings.value, n)
+    await_tile(rings.value, n)
     return state, _operand(weights, rings.value, task)
 
 
@@ -321,20 +242,20 @@ def _step(
     items.
     """
     rows: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
-    k_tile = _await(rings.key, n)
+    k_tile = await_tile(rings.key, n)
     if task.cut.turns:
         wait_turn(ME)
     products = _scores(q_tile, k_tile)
-    acc = warpgroup_mma(weights, _tile(rings.value, n - 1), acc, is_async=True)
+    acc = warpgroup_mma(weights, tile_of(rings.value, n - 1), acc, is_async=True)
     if task.cut.turns:
         pass_turn((ME + 1) % task.cut.consumers)
     products = warpgroup_mma_wait(1, deps=(products,))
-    _empty(rings.key, n)
+    empty(rings.key, n)
     state, rescale, weights = _weigh(state, products, item, i, rings.value, n, task, ME, PARTIAL)
     # The next step's values. Without a loop here, ptxas moves the wait below before the softmax.
-    _await(rings.value, n)
+    await_tile(rings.value, n)
     acc = warpgroup_mma_wait(0, deps=(acc,))
-    _empty(rings.value, n - 1)
+    empty(rings.value, n - 1)
     acc = acc * gl.convert_layout(rescale, rows)[:, None]
     return state, acc, _operand(weights, rings.value, task)
 
@@ -343,26 +264,14 @@ def _step(
 def _scores(q_tile, k_tile):
     """Starts the products of queries and keys."""
     SHAPE: gl.constexpr = [q_tile.type.shape[0], k_tile.type.shape[0]]
-    zeros = gl.zeros(SHAPE, gl.float32, _products_layout(k_tile.type.shape[0]))
+    zeros = gl.zeros(SHAPE, gl.float32, products_layout(k_tile.type.shape[0]))
     return warpgroup_mma(q_tile, k_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
-
-
-@gluon.constexpr_function
-def _conversion(dtype):
-    return f"cvt.rn.{'bf16x2' if dtype == gl.bfloat16 else 'f16x2'}.f32 $0, $2, $1;"
 
 
 @gluon.jit
 def _operand(weights, values, task):
-    """The weights as the product with values takes them: they stay in the same registers."""
-    acc_layout: gl.constexpr = _products_layout(padded(task.cut.value_dim))
-    layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc_layout, k_width=2)
-    # Carried to the next step, the compiler's own conversions are packed the wrong way round.
-    rounded = gl.inline_asm_elementwise(
-        _conversion(values.tiles.dtype), "=r,r,r", [weights], dtype=values.tiles.dtype,
-        is_pure=True, pack=2,
-    )  # fmt: skip
-    return gl.convert_layout(rounded, layout)
+    """The weights as the product with values takes them."""
+    return operand(rounded(weights, values.tiles), padded(task.cut.value_dim))
 
 
 @gluon.jit
@@ -421,7 +330,7 @@ def _zero_hidden(values, n, first_key, walk):
     KEYS: gl.constexpr = values.tiles.type.shape[3]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     if (first_key < walk.low) | (first_key + KEYS > walk.high):
-        v_tile = _await(values, n)
+        v_tile = await_tile(values, n)
         for start in gl.static_range(0, KEYS, _STRIPE):
             low, high = walk.low - first_key - start, walk.high - first_key - start
             if (low > 0) | (high < _STRIPE):

@@ -63,18 +63,16 @@ def forward(
 ) -> list[Launch]:
     """As plan.forward; no memory is used. programs: instead of the device's multiprocessors."""
     size = call.size
-    plain = call.bias is None and call.softcap is None
-    config = config or configs.forward(dim_of(call), plain)
+    config = config or configs.forward(dim_of(call), is_plain(call))
     tiles = tiles_of(size.q_len, config.rows)
     items = tiles * size.q_heads * size.batch
-    beside = tiles if call.mask is None else min(tiles, _BESIDE)
     terms = args.terms(call, "")
     terms.pop("seeds")
     task = Task(
         sinks=null(call.query.dtype) if call.sinks is None else call.sinks,
         **terms,
         **args.numbers_and_options(call, args.precision(call.query.dtype, capability, allow_tf32)),
-        order=Order(i32(items), i32(size.batch), i32(beside)),
+        order=Order(i32(items), i32(size.batch), i32(beside(call, tiles))),
         cut=Cut(
             head_dim=call.query.shape[3],
             value_dim=call.value.shape[3],
@@ -98,3 +96,13 @@ def forward(
     grid = min(items, programs or call.problem.device.sms or items)
     launch = Launch(kernel, grid, arguments, {}, 4, 1, config.max_registers)
     return [launch] if grid else []
+
+
+def is_plain(call: Call) -> bool:
+    """Whether scores are scaled and masked, and nothing else."""
+    return call.bias is None and call.softcap is None
+
+
+def beside(call: Call, tiles: int) -> int:
+    """How many tiles of one matrix follow another."""
+    return tiles if call.mask is None else min(tiles, _BESIDE)
