@@ -81,7 +81,7 @@ def test_public_names():
 
 LAYERS = (
     ("errors", "_jit", "_version", "reason"),
-    ("tile", "devices", "tables"),
+    ("tile", "devices", "tables", "namespace"),
     ("terms", "dropout"),
     ("masks", "biases"),
     ("problem", "picture"),

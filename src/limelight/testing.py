@@ -161,7 +161,7 @@ def compiled_for(target: tuple[int, int]) -> Iterator[None]:
 
     target: compute capability, such as (7, 5).
     """
-    from limelight.kernels import program, torch_flash
+    from limelight.kernels import fused, program, torch_flash
     from limelight.launcher import Cache, Kernel, cache
 
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
@@ -171,7 +171,7 @@ def compiled_for(target: tuple[int, int]) -> Iterator[None]:
             (program, "default_cache", lambda: own),
             (torch_flash, "default_cache", lambda: own),
             (torch_flash, "_prepared", OrderedDict()),
-            (torch_flash, "_target", lambda call: target),
+            (fused, "target", lambda call: target),
         ):
             stack.enter_context(mock.patch.object(owner, name, replacement))
         yield

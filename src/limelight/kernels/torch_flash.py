@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from itertools import compress
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from limelight.call import Call, Gradients
-from limelight.kernels import plan
-from limelight.kernels.launch import Array, Launch, Shape
-from limelight.kernels.program import Program, Slot, recipe
+from limelight.kernels import fused, plan
+from limelight.kernels.fused import Planned, Work
+from limelight.kernels.launch import Array
+from limelight.kernels.program import Program, recipe
 from limelight.launcher import default_cache
-from limelight.problem import row_alignment
 
 _prepared: OrderedDict[Hashable, _Prepared] = OrderedDict()
 _PROGRAMS = 4096
-Planned = Callable[..., list[Launch]]
 
 
 class _Prepared(NamedTuple):
@@ -27,9 +25,6 @@ class _Prepared(NamedTuple):
 
     program: Program
     made: tuple[_Made, ...]
-
-    def allocate(self, like: Tensor) -> list[Tensor]:
-        return [like.new_empty_strided(*made[:2], dtype=made.dtype) for made in self.made]
 
 
 class _Made(NamedTuple):
@@ -46,10 +41,14 @@ def forward(call: Call, planned: Planned = plan.forward) -> tuple[Tensor, Tensor
     key = (planned, *_key(call))
     prepared = _prepared.get(key)
     if prepared is None:
-        prepared = _keep(key, _prepare(call, *_forward_launches(call, planned)))
-    made = prepared.allocate(call.query)
+        prepared = _keep(key, _prepare(call, _forward_work(call, planned)))
+    made = _allocated(prepared.made, call.query)
     prepared.program.run(*_where([*call.tensors(), *made]), allocate=_allocate(call.query))
-    return made[0], made[1] if _wants_lse(call) else None
+    return made[0], made[1] if fused.wants_lse(call) else None
+
+
+def _allocated(made: Sequence[_Made], like: Tensor) -> list[Tensor]:
+    return [like.new_empty_strided(*each[:2], dtype=each.dtype) for each in made]
 
 
 def _allocate(like: Tensor) -> Callable[[int], int]:
@@ -57,32 +56,8 @@ def _allocate(like: Tensor) -> Callable[[int], int]:
     return lambda size: like.new_empty(size, dtype=torch.uint8).data_ptr()
 
 
-def _forward_launches(
-    call: Call, planned: Planned = plan.forward
-) -> tuple[list[Launch], list[Tensor]]:
-    """The launches, and the tensors to allocate for each: out, the LSE if wanted, scratch."""
-    batch, heads, q_len, _ = call.query.shape
-    made = [call.query.new_empty((batch, q_len, heads, call.value.shape[3])).transpose(1, 2)]
-    if _wants_lse(call):
-        made.append(call.query.new_empty((batch, heads, q_len), dtype=torch.float32))
-    tensors = [*call.tensors(), *made]
-    described = _described(call, tensors)
-    needed = plan.forward_scratch(described, **_switches(call))
-    memory = _scratch(call, needed)
-    arrays = _arrays([*tensors, *memory])
-    out, *lse = arrays[len(call.tensors()) : len(tensors)]
-    launches = planned(
-        described,
-        out,
-        lse[0] if lse else None,
-        dict(zip(needed, arrays[len(tensors) :], strict=True)),
-        **_switches(call),
-    )
-    return launches, [*made, *memory]
-
-
-def _wants_lse(call: Call) -> bool:
-    return call.problem.return_lse or bool(call.problem.gradients)
+def _forward_work(call: Call, planned: Planned) -> Work:
+    return fused.forward(call.with_tensors(_arrays(call.tensors())), planned)
 
 
 def backward(
@@ -99,60 +74,39 @@ def backward(
     given = [out, lse.contiguous(), d_out]
     if d_lse is not None:
         given.append(d_lse.float().contiguous())
-    flags, made = _to_fill(call, wanted)
-    tensors = [*call.tensors(), *given, *made]
+    filled = _to_fill(call, wanted)
+    tensors = [*call.tensors(), *given, *filled]
 
     layouts = (out.stride(), d_out.stride(), d_out.data_ptr() & 15, d_lse is None)
-    key = ("backward", flags, layouts, *_key(call))
+    key = ("backward", (*wanted[:4], *wanted.bias), layouts, *_key(call))
     prepared = _prepared.get(key)
     if prepared is None:
-        launches = _backward_launches(call, tensors, len(given), wanted)
-        prepared = _keep(key, _prepare(call, *launches))
-    prepared.program.run(*_where([*tensors, *prepared.allocate(call.query)]))
-    return _gradients(flags, made)
+        prepared = _keep(key, _prepare(call, _backward_work(call, given, filled, wanted)))
+    prepared.program.run(*_where([*tensors, *_allocated(prepared.made, call.query)]))
+    return fused.spread(filled, wanted)
 
 
-def _to_fill(call: Call, wanted: Gradients) -> tuple[tuple[bool, ...], list[Tensor]]:
-    """Of each input whether its gradient is wanted, and a tensor for each that is."""
-    parameters = call.bias.tensors() if call.bias is not None else ()
-    every = (call.query, call.key, call.value, call.sinks, *parameters)
-    flags = (*wanted[:4], *wanted.bias)
-    return flags, [torch.empty_like(tensor) for tensor in compress(every, flags)]
+def _to_fill(call: Call, wanted: Gradients) -> list[Tensor]:
+    return [torch.empty_like(tensor) for tensor in fused.inputs(call, wanted)]
 
 
-def _backward_launches(
-    call: Call, tensors: list[Tensor], given: int, wanted: Gradients
-) -> tuple[list[Launch], list[Tensor]]:
-    """The launches, and the scratch to allocate for each.
-
-    tensors: the call's own, then `given` that arrive (out, LSE, d_out, perhaps d_lse), then the
-    gradients to fill.
-    """
-    described = _described(call, tensors)
-    needed = plan.scratch(described, wanted, **_switches(call))
-    memory = _scratch(call, needed)
-    arrays = _arrays([*tensors, *memory])
-    own = len(call.tensors())
-    out, lse, d_out, *rest = arrays[own : own + given]
-    launches = plan.backward(
-        described,
-        out,
-        lse,
-        d_out,
-        rest[0] if rest else None,
-        _gradients((*wanted[:4], *wanted.bias), arrays[own + given : len(tensors)]),
-        dict(zip(needed, arrays[len(tensors) :], strict=True)),
-        **_switches(call),
-    )
-    return launches, memory
+def _backward_work(
+    call: Call, given: Sequence[Tensor], filled: Sequence[Tensor], wanted: Gradients
+) -> Work:
+    arrays = _arrays([*call.tensors(), *given, *filled])
+    own = len(arrays) - len(given) - len(filled)
+    gradients = fused.spread(arrays[own + len(given) :], wanted)
+    return fused.backward(call.with_tensors(arrays), arrays[own : own + len(given)], gradients)
 
 
-def _prepare(call: Call, launches: Sequence[Launch], made: Sequence[Tensor]) -> _Prepared:
+def _prepare(call: Call, work: Work) -> _Prepared:
     device = call.query.device.index
-    return _Prepared(
-        Program(launches, _target(call), device, _stream(device)),
-        tuple(_Made(tuple(each.shape), each.stride(), each.dtype) for each in made),
-    )
+    program = Program(work.launches, fused.target(call), device, _stream(device))
+    return _Prepared(program, tuple(map(_made, work.made)))
+
+
+def _made(array: Array) -> _Made:
+    return _Made(array.shape, array.strides, getattr(torch, array.dtype))
 
 
 def precompile(call: Call, planned: Planned = plan.forward) -> None:
@@ -161,20 +115,18 @@ def precompile(call: Call, planned: Planned = plan.forward) -> None:
     Loads it too where the problem's device is the GPU that holds the tensors or, for tensors that
     are nowhere, torch's current one. planned: the forward's kernel, by its plan.
     """
-    launches, made = _forward_launches(call, planned)
+    launches, made = _forward_work(call, planned)
     names = call.problem.gradients
     if names:
-        out, lse = made[:2]
+        out, lse = _allocated(list(map(_made, made[:2])), call.query)
         wanted = Gradients.named(names, call.bias)
-        _, to_fill = _to_fill(call, wanted)
+        filled = _to_fill(call, wanted)
         # Where the caller gets the LSE, a gradient of it may arrive or not.
         for d_lse in ([], [lse]) if call.problem.return_lse else ([],):
-            given = [out, lse, out, *d_lse]
-            tensors = [*call.tensors(), *given, *to_fill]
-            launches += _backward_launches(call, tensors, len(given), wanted)[0]
+            launches += _backward_work(call, [out, lse, out, *d_lse], filled, wanted).launches
     device = _device(call)
     for launch in launches:
-        kernel = recipe(launch, _target(call))
+        kernel = recipe(launch, fused.target(call))
         if device is None:
             default_cache().binary(kernel)
         else:
@@ -189,24 +141,7 @@ def _device(call: Call) -> int | None:
         index = torch.cuda.current_device()
     else:
         return None
-    return index if torch.cuda.get_device_capability(index) == _target(call) else None
-
-
-def _switches(call: Call) -> dict[str, Any]:
-    return {"capability": _capability(call), "allow_tf32": call.problem.allow_tf32}
-
-
-def _scratch(call: Call, needed: dict[str, Shape]) -> list[Tensor]:
-    return [
-        call.query.new_empty(each.shape, dtype=getattr(torch, each.dtype))
-        for each in needed.values()
-    ]
-
-
-def _gradients(flags: Sequence[bool], made: Sequence[Any]) -> Gradients:
-    rest = iter(made)
-    query, key, value, sinks, *bias = (next(rest) if flag else None for flag in flags)
-    return Gradients(query, key, value, sinks, tuple(bias))
+    return index if torch.cuda.get_device_capability(index) == fused.target(call) else None
 
 
 def _keep(key: Hashable, prepared: _Prepared) -> _Prepared:
@@ -223,20 +158,17 @@ def _key(call: Call) -> tuple[Hashable, ...]:
     return call.problem, start, seed
 
 
-def _described(call: Call, tensors: Sequence[Tensor]) -> Call:
-    """The call with arrays, whose addresses are slots, in the place of its tensors."""
-    return call.with_tensors(_arrays(tensors))
-
-
 def _arrays(tensors: Sequence[Tensor]) -> list[Array]:
-    return [_array(tensor, Slot(n)) for n, tensor in enumerate(tensors)]
-
-
-def _array(tensor: Tensor, address: Any) -> Array:
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    shape, strides = tuple(tensor.shape), tensor.stride()
-    alignment = row_alignment(tensor.data_ptr(), shape, strides, tensor.element_size())
-    return Array(address, shape, strides, dtype, alignment)
+    return [
+        fused.array(
+            slot,
+            tuple(tensor.shape),
+            tensor.stride(),
+            str(tensor.dtype).removeprefix("torch."),
+            tensor.data_ptr(),
+        )
+        for slot, tensor in enumerate(tensors)
+    ]
 
 
 def _unit(tensor: Tensor) -> Tensor:
@@ -251,13 +183,3 @@ def _where(tensors: Sequence[Tensor]) -> tuple[list[int], int, int]:
 def _stream(device: int) -> int:
     return torch._C._cuda_getCurrentRawStream(device)  # current_stream() takes 5 us
 
-
-def _target(call: Call) -> tuple[int, int]:
-    target = call.problem.device.compute_capability
-    assert target is not None  # why_not refuses the CPU
-    return target
-
-
-def _capability(call: Call) -> int:
-    major, minor = _target(call)
-    return major * 10 + minor
