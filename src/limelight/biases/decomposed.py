@@ -41,6 +41,7 @@ class DecomposedBias(Bias):
     first_key: int = 0
 
     tensor_fields: ClassVar[tuple[str, ...]] = ("rel_h", "rel_w")
+    batch_dimensions: ClassVar[tuple[int, ...] | None] = (4, 4)
     plain_fields: ClassVar[tuple[str, ...]] = ("first_key",)
     multiplies: ClassVar[bool] = True
     gradient: ClassVar[GradientKind | None] = "rows"

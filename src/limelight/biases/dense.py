@@ -31,6 +31,8 @@ class DenseBias(Bias):
     tensor: Any
 
     tensor_fields: ClassVar[tuple[str, ...]] = ("tensor",)
+    batch_dimensions: ClassVar[tuple[int, ...] | None] = (4,)
+    shares_batch: ClassVar[bool] = True
     may_hide: ClassVar[bool] = True
     gradient: ClassVar[GradientKind | None] = "dense"
 

@@ -177,6 +177,7 @@ class ShawRelative(_RelativeKeys):
     first: int | None = None
 
     tensor_fields: ClassVar[tuple[str, ...]] = ("key_table",)
+    batch_dimensions: ClassVar[tuple[int, ...] | None] = (0,)
     plain_fields: ClassVar[tuple[str, ...]] = ("first",)
 
     def check(self, size: Size) -> None:
@@ -203,6 +204,7 @@ class TransformerXLBias(_RelativeKeys):
     first: int | None = None
 
     tensor_fields: ClassVar[tuple[str, ...]] = ("position_keys", "position_scores")
+    batch_dimensions: ClassVar[tuple[int, ...] | None] = (0, 0)
     plain_fields: ClassVar[tuple[str, ...]] = ("first",)
 
     @classmethod

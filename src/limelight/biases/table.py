@@ -23,6 +23,7 @@ class TableBias(Bias):
     table: Any
 
     tensor_fields: ClassVar[tuple[str, ...]] = ("table",)
+    batch_dimensions: ClassVar[tuple[int, ...] | None] = (0,)
     gradient: ClassVar[GradientKind | None] = "offset"
     heads_last: ClassVar[bool] = False
 
