@@ -93,7 +93,7 @@ LAYERS = (
     ("dispatch", "report"),
     ("adapters",),
     ("api",),
-    ("nn", "integrations", "testing", "examples"),
+    ("nn", "integrations", "jax", "testing", "examples"),
     ("demo",),
     ("cli",),
     ("__main__",),
@@ -112,6 +112,9 @@ FRAMEWORKS = {"torch", "jax", "triton", "cupy", "numpy", "transformers"}
 AT_HOME = {
     "numpy": (
         "adapters.numpy",
+        "adapters.cupy",
+        "adapters.jax",
+        "kernels.jax_tiled",
         "reference",
         "picture",
         "testing",
@@ -121,8 +124,8 @@ AT_HOME = {
         "examples",
     ),
     "torch": ("adapters.torch", "kernels", "nn", "integrations"),
-    "jax": ("adapters.jax",),
-    "cupy": ("adapters.cupy",),
+    "jax": ("adapters.jax", "kernels", "jax"),
+    "cupy": ("adapters.cupy", "kernels"),
     "triton": ("kernels", "export"),
     "transformers": ("integrations",),
 }

@@ -161,7 +161,7 @@ def compiled_for(target: tuple[int, int]) -> Iterator[None]:
 
     target: compute capability, such as (7, 5).
     """
-    from limelight.kernels import fused, program, torch_flash
+    from limelight.kernels import fused, program, runner, torch_flash
     from limelight.launcher import Cache, Kernel, cache
 
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
@@ -169,8 +169,8 @@ def compiled_for(target: tuple[int, int]) -> Iterator[None]:
         for owner, name, replacement in (
             (cache, "Kernel", partial(Kernel, from_ptx=True)),
             (program, "default_cache", lambda: own),
-            (torch_flash, "default_cache", lambda: own),
-            (torch_flash, "_prepared", OrderedDict()),
+            (runner, "default_cache", lambda: own),
+            (torch_flash.RUNNER, "_prepared", OrderedDict()),
             (fused, "target", lambda call: target),
         ):
             stack.enter_context(mock.patch.object(owner, name, replacement))

@@ -8,7 +8,7 @@ from typing import Any
 from limelight.adapters.base import Adapter
 from limelight.errors import invalid_type
 
-_SUPPORTED = "a torch tensor, a JAX array or a NumPy array"
+_SUPPORTED = "a torch tensor, a JAX, CuPy or NumPy array"
 
 
 def adapter_for(library: str) -> Adapter:
@@ -17,6 +17,8 @@ def adapter_for(library: str) -> Adapter:
         from limelight.adapters.torch.adapter import ADAPTER
     elif library == "jax":
         from limelight.adapters.jax.adapter import ADAPTER
+    elif library == "cupy":
+        from limelight.adapters.cupy import ADAPTER
     else:
         from limelight.adapters.numpy import ADAPTER
 
@@ -33,6 +35,11 @@ def adapter_of(query: Any) -> Adapter:
     jax = sys.modules.get("jax")
     if jax is not None and isinstance(query, jax.Array):
         from limelight.adapters.jax.adapter import ADAPTER
+
+        return ADAPTER
+    cupy = sys.modules.get("cupy")
+    if cupy is not None and isinstance(query, cupy.ndarray):
+        from limelight.adapters.cupy import ADAPTER
 
         return ADAPTER
     numpy = sys.modules.get("numpy")

@@ -29,24 +29,19 @@ class Work(NamedTuple):
 def forward(call: Call, planned: Planned = plan.forward, *, heads_first: bool = False) -> Work:
     """Makes out [B, H, M, E], the LSE [B, H, M] if it is wanted, and scratch.
 
-    call: on arrays. planned: which kernel, by its plan. heads_first: out is contiguous; else it is
-    laid out as (B, M, H, E), so that joining the heads again needs no copy.
+    call: on arrays. planned: which kernel, by its plan. heads_first: out is contiguous; else it
+    lies as (B, M, H, E), so that joining the heads again needs no copy.
     """
     own = len(call.tensors())
     batch, heads, q_len, _ = call.query.shape
     shape = (batch, heads, q_len, call.value.shape[3])
-    out = contiguous(own, shape, call.query.dtype)
-    if not heads_first:
-        value_dim = shape[3]
-        strides = (q_len * heads * value_dim, value_dim, heads * value_dim, 1)
-        out = array(own, shape, strides, call.query.dtype)
-    results = [out]
+    results = [(contiguous if heads_first else heads_last)(own, shape, call.query.dtype)]
     if wants_lse(call):
         results.append(contiguous(own + 1, shape[:3], "float32"))
     needed = plan.forward_scratch(call, **_switches(call))
     memory = _scratch(own + len(results), needed)
     lse = results[1] if len(results) > 1 else None
-    launches = planned(call, out, lse, memory, **_switches(call))
+    launches = planned(call, results[0], lse, memory, **_switches(call))
     return Work(launches, [*results, *memory.values()])
 
 
@@ -98,6 +93,10 @@ def contiguous(slot: int, shape: tuple[int, ...], dtype: str) -> Array:
     return array(slot, shape, Layout.contiguous(shape, dtype).strides[: len(shape)], dtype)
 
 
+def heads_last(slot: int, shape: tuple[int, ...], dtype: str) -> Array:
+    return array(slot, shape, Layout.heads_last(shape, dtype).strides, dtype)
+
+
 def target(call: Call) -> tuple[int, int]:
     """The compute capability that the call is for."""
     found = call.problem.device.compute_capability
@@ -105,9 +104,14 @@ def target(call: Call) -> tuple[int, int]:
     return found
 
 
-def _switches(call: Call) -> dict[str, Any]:
+def capability(call: Call) -> int:
+    """What the kernels are cut for: 90 for sm_90."""
     major, minor = target(call)
-    return {"capability": major * 10 + minor, "allow_tf32": call.problem.allow_tf32}
+    return major * 10 + minor
+
+
+def _switches(call: Call) -> dict[str, Any]:
+    return {"capability": capability(call), "allow_tf32": call.problem.allow_tf32}
 
 
 def _scratch(first: int, needed: dict[str, Shape]) -> dict[str, Array]:

@@ -25,9 +25,10 @@ class JAXAdapter(Adapter):
     array_type = "a JAX array"
     plan_type = JAXPlan
 
-    def attention(self, arguments: Arguments) -> Any:
+    def attention(self, arguments: Arguments, *, heads_last: bool = False) -> Any:
+        """heads_last: query, key and value lie in memory as (B, M, H, D), where they are traced."""
         plan = self.plan(arguments)
-        return calls.attention(plan)
+        return calls.attention(plan, heads_last=heads_last)
 
     def is_array(self, value: Any) -> bool:
         return isinstance(value, jax.Array)

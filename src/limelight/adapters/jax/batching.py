@@ -131,7 +131,10 @@ def _folds(
 
 def _widened(shell: Shell, arrays: Sequence[Any]) -> Shell:
     """The shell of a call of these arrays."""
-    call = shell.call([Layout.contiguous(array.shape, array.dtype.name) for array in arrays])
+    layouts = [Layout.contiguous(array.shape, array.dtype.name) for array in arrays]
+    if not shell.problem.query.is_contiguous:
+        layouts[:3] = [Layout.heads_last(each.shape, each.dtype) for each in layouts[:3]]
+    call = shell.call(layouts)
     start = shell.problem.query_start
     problem = replace(
         shell.problem,

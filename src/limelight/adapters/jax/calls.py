@@ -21,7 +21,7 @@ from limelight.backends.math import Math
 from limelight.call import Call, Gradients
 from limelight.devices import CPU
 from limelight.dispatch import KNOWN, Choice, allowed, choose, note
-from limelight.problem import Problem
+from limelight.problem import Layout, Problem
 
 Arrays = tuple[Any, ...]
 
@@ -106,11 +106,19 @@ class JAXPlan(Plan):
         )
 
 
-def attention(plan: Plan) -> Any:
-    """out, or (out, lse) where the problem asks for it."""
+def attention(plan: Plan, *, heads_last: bool) -> Any:
+    """out, or (out, lse) where the problem asks for it.
+
+    heads_last: query, key and value lie in memory as (B, M, H, D), where they are traced.
+    """
     problem = plan.choice.problem
-    shell = replace(Shell.of(plan, allowed()), problem=replace(problem, return_lse=True))
-    wide, lse = _attention(shell, tuple(plan.call.tensors()))
+    shell = Shell.of(plan, allowed())
+    asked = replace(problem, return_lse=True)
+    if heads_last and shell.is_traced:
+        rows = {name: getattr(asked, name) for name in ("query", "key", "value")}
+        rows = {name: Layout.heads_last(each.shape, each.dtype) for name, each in rows.items()}
+        asked = replace(asked, **rows)
+    wide, lse = _attention(replace(shell, problem=asked), tuple(plan.call.tensors()))
     out = wide.astype(plan.call.query.dtype)
     return (out, lse) if problem.return_lse else out
 
