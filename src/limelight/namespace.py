@@ -31,4 +31,4 @@ class _JAXNumPy:
 
     @property
     def int64(self) -> Any:
-        return self._jax.numpy.int64 if self._jax.config.jax_enable_x64 else self._jax.numpy.int32
+        return self._jax.dtypes.canonicalize_dtype("int64")

@@ -18,7 +18,7 @@ def adapter_for(library: str) -> Adapter:
     elif library == "jax":
         from limelight.adapters.jax.adapter import ADAPTER
     elif library == "cupy":
-        from limelight.adapters.cupy import ADAPTER
+        from limelight.adapters.cupy.adapter import ADAPTER
     else:
         from limelight.adapters.numpy import ADAPTER
 
@@ -39,7 +39,7 @@ def adapter_of(query: Any) -> Adapter:
         return ADAPTER
     cupy = sys.modules.get("cupy")
     if cupy is not None and isinstance(query, cupy.ndarray):
-        from limelight.adapters.cupy import ADAPTER
+        from limelight.adapters.cupy.adapter import ADAPTER
 
         return ADAPTER
     numpy = sys.modules.get("numpy")

@@ -17,7 +17,6 @@ from limelight.problem import Problem
 from limelight.reason import Reason as Reason
 from limelight.tuning import TileConfig
 
-
 _ARRAYS = {"torch": "PyTorch tensors", "jax": "JAX arrays", "cupy": "CuPy arrays"}
 
 

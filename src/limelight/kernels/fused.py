@@ -115,6 +115,4 @@ def _switches(call: Call) -> dict[str, Any]:
 
 
 def _scratch(first: int, needed: dict[str, Shape]) -> dict[str, Array]:
-    return {
-        name: contiguous(first + n, *each) for n, (name, each) in enumerate(needed.items())
-    }
+    return {name: contiguous(first + n, *each) for n, (name, each) in enumerate(needed.items())}

@@ -210,7 +210,12 @@ def _interface() -> Any:
     """
     from jaxlib import gpu_triton
 
-    names = ("TritonKernel", "TritonKernelCall", "create_array_parameter", "create_scalar_parameter")
+    names = (
+        "TritonKernel",
+        "TritonKernelCall",
+        "create_array_parameter",
+        "create_scalar_parameter",
+    )
     missing = [name for name in names if not hasattr(gpu_triton, name)]
     if missing:
         raise RuntimeError(

@@ -10,8 +10,6 @@ biases see [B, H, M, N], with H = G R.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,7 +22,7 @@ from limelight import dropout
 from limelight.biases.base import Accumulator
 from limelight.call import Call, Gradients
 from limelight.namespace import namespace
-from limelight.tile import Positions, Tile, TileState
+from limelight.tile import Tile, TileState
 from limelight.tuning import TileConfig
 
 _product = partial(jnp.einsum, precision="highest")
@@ -71,7 +69,7 @@ def _online_softmax(work: _Work) -> _Sums:
         jnp.zeros((*shape, 1), work.dtype),
         jnp.zeros((*shape, work.value.shape[3]), work.dtype),
     )
-    sums, _ = lax.scan(step, start, work.places())
+    sums = _walk(step, start, work.places())
     if work.call.sinks is None:
         return sums
     sinks = work.sinks()
@@ -152,7 +150,7 @@ def backward(
             for tensor, want in zip(parameters, wanted.bias, strict=True)
         ],
     )
-    totals, _ = lax.scan(step, start, work.places())
+    totals = _walk(step, start, work.places())
     d_query = work.ungrouped(totals.d_query) * call.scale
     if totals.d_read is not None:
         d_query += totals.d_read
@@ -296,7 +294,10 @@ class _Work:
         if call.mask is None or not isinstance(call.query_start, int):
             return True
         batch, heads, q_len, kv_len = call.size
-        rows, keys = slice(row, min(row + self.rows, q_len)), slice(key, min(key + self.keys, kv_len))
+        rows, keys = (
+            slice(row, min(row + self.rows, q_len)),
+            slice(key, min(key + self.keys, kv_len)),
+        )
         start = call.query_start
         nowhere: Any = None  # a state goes by ranges, and by tensors only on the host
         at = Tile(
@@ -361,6 +362,11 @@ class _Work:
         if seen.shape[1] > 1:
             seen = seen.reshape(seen.shape[0], -1, self.call.group, seen.shape[2]).any(axis=2)
         return seen[..., None]
+
+
+def _walk(step: Any, start: Any, places: _Place) -> Any:
+    """What a step makes of the start, tile after tile."""
+    return lax.scan(step, start, places)[0] if places.row.size else start
 
 
 def _put(array: jax.Array, part: jax.Array, start: Any, axis: int) -> jax.Array:

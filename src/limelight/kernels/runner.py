@@ -153,9 +153,7 @@ class Runner:
     def _allocate(self, like: Any) -> Any:
         """Memory for a launch on the current stream, which the allocator may reuse behind it."""
         memory = self._memory
-        return lambda size: memory.address(
-            memory.empty(like, (size,), (1,), memory.dtype("uint8"))
-        )
+        return lambda size: memory.address(memory.empty(like, (size,), (1,), memory.dtype("uint8")))
 
     def _allocated(self, made: Sequence[_Made], like: Any) -> list[Any]:
         return [self._memory.empty(like, *each) for each in made]

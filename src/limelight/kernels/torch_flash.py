@@ -49,7 +49,7 @@ class TorchMemory(Memory):
         return torch._C._cuda_getCurrentRawStream(device)  # current_stream() takes 5 us
 
     def loads_on(self, call: Call) -> int | None:
-        """For tensors that are nowhere, torch's current device, where it is of the problem's kind."""
+        """For tensors that are nowhere, torch's current device."""
         if call.query.is_cuda:
             index = call.query.device.index
         elif torch.cuda.is_available():

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from limelight.adapters.base import Adapter, Arguments
 from limelight.adapters.jax import calls
@@ -44,7 +45,7 @@ class JAXAdapter(Adapter):
         self._check_device(name, value, like)
         if jnp.issubdtype(value.dtype, jnp.unsignedinteger):
             # Unsigned numbers wrap around when subtracted.
-            return value.astype(jnp.int64 if jax.config.jax_enable_x64 else jnp.int32)
+            return value.astype(jax.dtypes.canonicalize_dtype("int64"))
         return value
 
     def _check_device(self, name: str, array: Any, like: Any) -> None:
@@ -72,7 +73,7 @@ class JAXAdapter(Adapter):
         """For an array that is traced, JAX's default device: where it will run is not known."""
         devices = _devices(array)
         if devices is None:
-            default = jax.config.jax_default_device
+            default = _setting("jax_default_device")
             found = default if isinstance(default, jax.Device) else jax.devices(default)[0]
         else:
             found = min(devices, key=lambda device: device.id)
@@ -82,7 +83,7 @@ class JAXAdapter(Adapter):
         return jax.__version__
 
     def allow_tf32(self) -> bool:
-        return jax.config.jax_default_matmul_precision in _TF32
+        return _setting("jax_default_matmul_precision") in _TF32
 
     def contiguous(self, array: Any) -> Any:
         return array
@@ -115,9 +116,13 @@ class JAXAdapter(Adapter):
         return jax.ShapeDtypeStruct(layout.shape, jnp.dtype(layout.dtype))
 
 
+def _setting(name: str) -> Any:
+    return getattr(jax.config, name)
+
+
 def _devices(array: Any) -> set[Any] | None:
     """Where an array lies; None where it is traced."""
-    return None if isinstance(array, jax.core.Tracer) else array.devices()
+    return None if isinstance(array, Tracer) else array.devices()
 
 
 def _names(devices: set[Any]) -> str:

@@ -125,7 +125,9 @@ def _folds(
         if count == 0 and (mapped or wanted):
             return None
         has_batch = len(shape) == count and not (shared and shape[0] == 1)
-        folds.append(_Fold(size, problem.batch, count if mapped or wanted or has_batch else 0, mapped))
+        folds.append(
+            _Fold(size, problem.batch, count if mapped or wanted or has_batch else 0, mapped)
+        )
     return folds
 
 

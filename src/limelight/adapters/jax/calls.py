@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
 
 from limelight.adapters.base import Plan
@@ -49,7 +50,7 @@ class Shell:
             call.query_start if isinstance(call.query_start, int) else None,
             call.seed if isinstance(call.seed, int) else None,
             restriction,
-            isinstance(call.query, jax.core.Tracer),
+            isinstance(call.query, Tracer),
         )
 
     @property
@@ -200,7 +201,7 @@ _differentiable_gradients.defvjp(_gradients_forward, _gradients_backward)
 
 
 def _dense_gradients(shell: Shell, gives: tuple[bool, bool], operands: Arrays) -> Arrays:
-    *arrays, out, lse = operands[: len(operands) - sum(gives)]
+    *arrays, _, _ = operands[: len(operands) - sum(gives)]
     arrived = iter(operands[len(arrays) + 2 :])
     names = shell.differentiable
     wanted = [names.index(name) for name in shell.problem.gradients]
