@@ -97,14 +97,17 @@ def _run(
     to_make = {len(tensors) + n: each for n, each in enumerate(made)}
     for launch in work.launches:
         step = Step.of(launch, values, to_make)
-        binary = default_cache().binary(recipe(launch, fused.target(call)))
-        results = run_step(launch, binary, step)
+        results = run_step(launch, compiled(launch, fused.target(call)), step)
         values.update(zip(step.written, results, strict=True))
     # Where there is nothing to add up, nothing is launched.
     return [
         values[slot] if slot in values else jnp.zeros(each.shape, each.dtype)
         for slot, each in to_make.items()
     ]
+
+
+def compiled(launch: Launch, target: tuple[int, int]) -> Binary:
+    return default_cache().binary(recipe(launch, target))
 
 
 class Step(NamedTuple):
@@ -138,10 +141,10 @@ class Step(NamedTuple):
         written = [slots[place].tensor for place in results]
         aliases = {}
         for n, place in enumerate(operands):
-            slot = slots[place]
-            if slot.tensor in to_make and not slot.offset:
+            slot = slots[place].tensor
+            if slot in to_make and leaves[place].shape == to_make[slot].shape:
                 aliases[n] = len(written)  # behind what is new: a kernel takes each address once
-                written.append(slot.tensor)
+                written.append(slot)
         return cls(
             [*operands, *results, *numbers],
             [_read(values[slots[place].tensor], leaves[place]) for place in operands],
@@ -153,10 +156,10 @@ class Step(NamedTuple):
 
 
 def _read(value: jax.Array, leaf: Array) -> jax.Array:
-    offset = leaf.address.offset  # type: ignore[attr-defined]
-    if not offset:
+    """The array that a launch sees: the value, or a part of it to read."""
+    if leaf.shape == value.shape:
         return value
-    start = offset // ITEM_BYTES[leaf.dtype]
+    start = leaf.address.offset // ITEM_BYTES[leaf.dtype]  # type: ignore[attr-defined]
     return value.reshape(-1)[start : start + math.prod(leaf.shape)].reshape(leaf.shape)
 
 
