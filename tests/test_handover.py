@@ -77,14 +77,15 @@ def test_plain_and_causal_problems_are_taken(name, options):
         ({"device": Device.named("CPU")}, "NVIDIA"),
         ({"device": Device.named("GTX 1080")}, "machine code"),
         ({"batch": 70_000, "heads": 1, "q_len": 2}, "65535"),
-        ({"head_dim": 100}, "head_dim"),
+        ({"head_dim": 98}, "head_dim"),
     ],
     ids=str,
 )
 def test_what_would_come_out_different_is_refused(name, options, word):
-    if name == "torch_efficient" and options.get("head_dim") == 100:
-        options = {"head_dim": 98}
-        word = "multiples"
+    if options.get("head_dim") == 98:
+        if name == "torch_flash":
+            pytest.skip("pads head_dim")
+        word = "multiples" if name == "torch_efficient" else word
     assert any(word in rule for rule in why_not(name, **options)), why_not(name, **options)
 
 
@@ -92,7 +93,7 @@ def test_what_would_come_out_different_is_refused(name, options, word):
     ("q_len", "kv_len", "start", "taking"),
     [
         (128, 128, 0, set(HANDED)),
-        (100, 128, 0, set()),  # keys that no query sees
+        (100, 128, 0, set(HANDED)),  # keys that no query sees are left out
         (128, 100, 0, {"torch_cudnn", "torch_efficient"}),  # flash aligns to the bottom right
         (100, 128, "end", {"torch_flash"}),
         (128, 100, "end", set()),  # rows that see no key

@@ -154,11 +154,16 @@ VIEWS = [
 ]
 
 
+def _tolerance(backend):
+    """PyTorch's kernel loses more where equal keys cancel."""
+    return 4e-5 if str(backend) == "torch_efficient" else None
+
+
 @pytest.mark.parametrize("view", VIEWS)
 def test_views(backend, device, view):
     q, k, v = view(device)
     backend.runs(q, k, v, mask=Causal())
-    check(q, k, v, mask=Causal())
+    check(q, k, v, mask=Causal(), tolerance=_tolerance(backend))
 
 
 @pytest.mark.parametrize("view", VIEWS)
@@ -166,7 +171,7 @@ def test_views_that_are_leaves(backend, device, view):
     """An optimiser's parameter may itself be a strange view."""
     q, k, v = (t.detach().requires_grad_() for t in view(device))
     backend.runs(q, k, v)
-    check(q, k, v)
+    check(q, k, v, tolerance=_tolerance(backend))
     if view in (overlapping, expanded_number):
         return  # PyTorch cannot add a gradient in place into shared memory
     attention(q, k, v).sum().backward()

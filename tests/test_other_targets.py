@@ -6,7 +6,7 @@ import pytest
 import torch
 from inputs import normal, qkv
 
-from limelight import ALiBi, Causal, DenseBias, KeyLengths, backends, explain
+from limelight import ALiBi, Causal, DenseBias, KeyLengths, RelativeBias, backends, explain
 from limelight.testing import check, compiled_for
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
@@ -22,6 +22,7 @@ CASES = {
     },
     "padding": lambda: {"mask": KeyLengths(torch.tensor([0, 190], device="cuda"))},
     "dense": lambda: {"bias": DenseBias(normal(4, 197, 230, device="cuda"))},
+    "relative": lambda: {"bias": RelativeBias(normal(4, 101, device="cuda"))},
 }
 
 

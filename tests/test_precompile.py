@@ -127,7 +127,8 @@ def test_a_first_call_can_be_captured(cuda, kernels, compiled):
 
     def run():
         out = limelight.attention(*tensors, **options)
-        return out, *torch.autograd.grad(out, wanted, d_out)
+        gradients = torch.autograd.grad(out, wanted, d_out)
+        return out.detach(), *gradients  # a graph that lives on would keep this stream's nodes
 
     graph = torch.cuda.CUDAGraph()
     with backends("flash"):

@@ -310,6 +310,13 @@ def scaled_dot_product_attention(
     Raises ValueError for `attn_mask` together with `is_causal`, and otherwise as `attention`.
     """
     adapter = adapter_of(query)
+    # With types, as True equals 1.0 and is refused where that is not.
+    options = (dropout_p, type(dropout_p), is_causal, scale, type(scale), enable_gqa)
+    plain = attn_mask is None
+    if plain:
+        shortcut = adapter.shortcut(query, key, value, options)
+        if shortcut is not None:
+            return shortcut(query, key, value)
     mask: Mask | None = None
     bias: Bias | None = None
     if is_causal:
@@ -333,9 +340,12 @@ def scaled_dot_product_attention(
                 found=f"dtype {adapter.dtype(attn_mask)}",
                 needed="bool or a floating-point dtype",
             )
-    out = adapter.attention(
-        Arguments(query, key, value, mask, bias, query_start=0, scale=scale, dropout_p=dropout_p)
+    arguments = Arguments(
+        query, key, value, mask, bias, query_start=0, scale=scale, dropout_p=dropout_p
     )
+    out = adapter.attention(arguments)
+    if plain and leading is None:
+        adapter.keep_shortcut(options, arguments)
     return out if leading is None else out.reshape(*leading, *out.shape[-2:])
 
 

@@ -42,6 +42,64 @@ def order(problem: Problem, usual: Sequence[str]) -> Order:
     return Order(tuple(names), "; ".join(sources) or None)
 
 
-# None yet: PyTorch's kernels and `hopper` are offered behind `flash` until their tests, and a table
-# of times, have come from a card of the kind.
-PREFERENCES: tuple[Preference, ...] = ()
+HALF = ("float16", "bfloat16")
+
+
+def _half(problem: Problem) -> bool:
+    return problem.dtype in HALF
+
+
+def _few_queries(problem: Problem) -> bool:
+    """Too few programs for a GPU, unless the keys are split among them."""
+    return _half(problem) and problem.q_len <= 16 and problem.kv_len >= 1024
+
+
+def _odd_head_dim(problem: Problem) -> bool:
+    return _half(problem) and problem.head_dim % 8 != 0
+
+
+PREFERENCES: tuple[Preference, ...] = (
+    Preference(
+        "torch_cudnn",
+        "flash",
+        ((9, 0),),
+        _half,
+        "measured on an H200, benchmarks/results/never-slower.json",
+    ),
+    Preference(
+        "torch_flash",
+        "flash",
+        ((9, 0),),
+        lambda problem: _few_queries(problem) or _odd_head_dim(problem),
+        "measured on an H200, benchmarks/results/never-slower.json",
+    ),
+    Preference(
+        "torch_efficient",
+        "flash",
+        ((9, 0),),
+        lambda problem: problem.dtype == "float32" and problem.head_dim > 64,
+        "measured on an H200, benchmarks/results/never-slower.json",
+    ),
+    Preference(
+        "torch_cudnn",
+        "flash",
+        ((10, 0), (10, 3)),
+        _half,
+        "not measured here: on a B200 cuDNN is twice as fast as Triton or more, arXiv:2603.05451",
+    ),
+    Preference(
+        "torch_flash",
+        "flash",
+        ((8, 0), (8, 6), (8, 7), (8, 9)),
+        _half,
+        "not measured here: on an A100 FlashAttention-2 is 1.3 to 2.5 times as fast as Triton, "
+        "arXiv:2307.08691, section 4.1",
+    ),
+    Preference(
+        "torch_flash",
+        "flash",
+        ((12, 0), (12, 1)),
+        _half,
+        "not measured here: PyTorch's own choice is kept",
+    ),
+)

@@ -161,6 +161,8 @@ def compiled_for(target: tuple[int, int]) -> Iterator[None]:
 
     target: compute capability, such as (7, 5).
     """
+    from limelight.adapters.torch.adapter import ADAPTER
+    from limelight.adapters.torch.shortcuts import Shortcuts
     from limelight.kernels import fused, program, runner, torch_flash
     from limelight.launcher import Cache, Kernel, cache
 
@@ -171,6 +173,8 @@ def compiled_for(target: tuple[int, int]) -> Iterator[None]:
             (program, "default_cache", lambda: own),
             (runner, "default_cache", lambda: own),
             (torch_flash.RUNNER, "_prepared", OrderedDict()),
+            (ADAPTER, "_choices", {}),
+            (ADAPTER, "_shortcuts", Shortcuts()),
             (fused, "target", lambda call: target),
         ):
             stack.enter_context(mock.patch.object(owner, name, replacement))

@@ -71,7 +71,7 @@ def differing_operators(problems, device):
             with torch.profiler.record_function(f"call {n}"):
                 try:
                     run(call, device)
-                except RuntimeError:  # shapes that do not broadcast, found once it is chosen
+                except (RuntimeError, IndexError):  # shapes that it finds not to fit once chosen
                     continue
             predicted[n] = found.backend
     number = None

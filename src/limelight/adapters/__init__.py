@@ -25,8 +25,18 @@ def adapter_for(library: str) -> Adapter:
     return ADAPTER
 
 
+_by_type: dict[type, Adapter] = {}
+
+
 def adapter_of(query: Any) -> Adapter:
     """The adapter for an array's library. Raises TypeError for what no adapter knows."""
+    adapter = _by_type.get(type(query))
+    if adapter is None:
+        adapter = _by_type[type(query)] = _adapter_of(query)
+    return adapter
+
+
+def _adapter_of(query: Any) -> Adapter:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(query, torch.Tensor):
         from limelight.adapters.torch.adapter import ADAPTER

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache, reduce
@@ -67,6 +67,15 @@ class Adapter:
     def attention(self, arguments: Arguments) -> Any:
         """out, or (out, lse) where asked for; differentiable where the library is."""
         raise NotImplementedError
+
+    def shortcut(
+        self, query: Any, key: Any, value: Any, options: Hashable
+    ) -> Callable[[Any, Any, Any], Any] | None:
+        """What runs a call without checking it, where one that looked the same was kept."""
+        return None
+
+    def keep_shortcut(self, options: Hashable, arguments: Arguments) -> None:
+        """Keeps what ran a call for others with the same options: the rest of its arguments."""
 
     def is_array(self, value: Any) -> bool:
         raise NotImplementedError

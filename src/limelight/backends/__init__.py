@@ -16,10 +16,10 @@ BACKENDS: tuple[Backend, ...] = (
     TorchCPU(),
     Flash(),
     Hopper(),
-    Tiled(),
     TorchCuDNN(),
     TorchFlash(),
     TorchEfficient(),
+    Tiled(),
     Math(),
 )
 

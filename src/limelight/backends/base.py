@@ -7,6 +7,7 @@ not refuse, is a bug: selection catches no exceptions.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from limelight.biases import Bias
@@ -26,6 +27,8 @@ class Backend:
     name: ClassVar[str]
     summary: ClassVar[str]  # one line for explain()
     compiles: ClassVar[bool] = False  # whether a first call compiles something
+    # Whether `forward` is made of operators that the library's autograd follows by itself.
+    native: ClassVar[bool] = False
 
     def why_not(self, problem: Problem) -> list[Reason]:
         """Every reason against running the problem; an empty list means that it can run.
@@ -53,6 +56,14 @@ class Backend:
         backward what it was given here.
         """
         raise NotImplementedError
+
+    def shortcut(self, call: Call) -> Callable[[Any, Any, Any], Any] | None:
+        """`out` as a function of query, key and value, for calls that differ in nothing but these.
+
+        The call has no other tensors and asks for no LSE; nor, unless the backend is native, for
+        gradients. None where `forward` is as quick.
+        """
+        return None
 
     def backward(
         self, call: Call, out: Any, lse: Any, d_out: Any, d_lse: Any, wanted: Gradients

@@ -6,6 +6,7 @@ and kept on disk, launched through the CUDA driver.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -74,6 +75,9 @@ class Flash(Backend):
 
     def forward(self, call: Call) -> tuple[Any, Any]:
         return _kernels(call.problem.library).forward(call)
+
+    def shortcut(self, call: Call) -> Callable[[Any, Any, Any], Any]:
+        return _kernels(call.problem.library).shortcut(call)
 
     def backward(
         self, call: Call, out: Any, lse: Any, d_out: Any, d_lse: Any, wanted: Gradients

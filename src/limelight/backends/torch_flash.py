@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from limelight.backends.base import Backend, Reason
@@ -12,6 +13,7 @@ from limelight.problem import Problem
 class TorchFlash(Backend):
     name = "torch_flash"
     summary = "FlashAttention-2 through PyTorch, O(L) memory"
+    native = True
 
     def why_not(self, problem: Problem) -> list[Reason]:
         from limelight.pytorch import handover  # 25 ms to import
@@ -22,6 +24,11 @@ class TorchFlash(Backend):
         from limelight.kernels import torch_operators
 
         return torch_operators.forward("flash", call)
+
+    def shortcut(self, call: Call) -> Callable[[Any, Any, Any], Any]:
+        from limelight.kernels import torch_operators
+
+        return torch_operators.shortcut("flash", call)
 
     def backward(
         self, call: Call, out: Any, lse: Any, d_out: Any, d_lse: Any, wanted: Gradients

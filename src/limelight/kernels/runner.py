@@ -71,7 +71,7 @@ class _Made(NamedTuple):
     dtype: Any
 
 
-class _Prepared(NamedTuple):
+class Prepared(NamedTuple):
     """What stays from one call to the next of the same problem. made: the tensors to allocate."""
 
     program: Program
@@ -82,27 +82,31 @@ class Runner:
     """The kernels on the tensors of one library."""
 
     def __init__(self, memory: Memory) -> None:
-        self._memory = memory
-        self._prepared: OrderedDict[Hashable, _Prepared] = OrderedDict()
+        self.memory = memory
+        self._prepared: OrderedDict[Hashable, Prepared] = OrderedDict()
 
     def forward(self, call: Call, planned: Planned = plan.forward) -> tuple[Any, Any]:
         """out [B, H, M, E], laid out as (B, M, H, E), and the LSE [B, H, M], float32, if wanted.
 
         planned: which kernel, by its plan.
         """
+        prepared = self.prepared_forward(call, planned)
+        made = self._allocated(prepared.made, call.query)
+        self._run(prepared.program, [*call.tensors(), *made])
+        return made[0], made[1] if fused.wants_lse(call) else None
+
+    def prepared_forward(self, call: Call, planned: Planned) -> Prepared:
         key = (planned, *_key(call))
         prepared = self._prepared.get(key)
         if prepared is None:
             prepared = self._keep(key, call, self._forward_work(call, planned))
-        made = self._allocated(prepared.made, call.query)
-        self._run(prepared.program, [*call.tensors(), *made])
-        return made[0], made[1] if fused.wants_lse(call) else None
+        return prepared
 
     def backward(
         self, call: Call, out: Any, lse: Any, d_out: Any, d_lse: Any, wanted: Gradients
     ) -> Gradients:
         """The wanted gradients, each in its input's dtype; bitwise repeatable."""
-        memory = self._memory
+        memory = self.memory
         out = self._unit(memory.cast(out, call.query.dtype))
         d_out = memory.zeros_like(out) if d_out is None else self._unit(d_out)
         given = [out, memory.contiguous(lse), d_out]
@@ -135,28 +139,28 @@ class Runner:
             for d_lse in ([], [lse]) if call.problem.return_lse else ([],):
                 given = [out, lse, out, *d_lse]
                 launches += self._backward_work(call, given, filled, wanted).launches
-        device = self._memory.loads_on(call)
+        device = self.memory.loads_on(call)
         for launch in launches:
             kernel = recipe(launch, fused.target(call))
             if device is None:
                 default_cache().binary(kernel)
             else:
-                stream = self._memory.stream(device)
+                stream = self.memory.stream(device)
                 default_cache().kernel(kernel, device=device, stream=stream)
 
     def _run(self, program: Program, tensors: Sequence[Any]) -> None:
-        memory = self._memory
+        memory = self.memory
         device = memory.device(tensors[0])
         addresses = [memory.address(tensor) for tensor in tensors]
-        program.run(addresses, device, memory.stream(device), self._allocate(tensors[0]))
+        program.run(addresses, device, memory.stream(device), self.allocate(tensors[0]))
 
-    def _allocate(self, like: Any) -> Any:
+    def allocate(self, like: Any) -> Any:
         """Memory for a launch on the current stream, which the allocator may reuse behind it."""
-        memory = self._memory
+        memory = self.memory
         return lambda size: memory.address(memory.empty(like, (size,), (1,), memory.dtype("uint8")))
 
     def _allocated(self, made: Sequence[_Made], like: Any) -> list[Any]:
-        return [self._memory.empty(like, *each) for each in made]
+        return [self.memory.empty(like, *each) for each in made]
 
     def _forward_work(self, call: Call, planned: Planned) -> Work:
         return fused.forward(call.with_tensors(self._arrays(call.tensors())), planned)
@@ -170,22 +174,22 @@ class Runner:
         return fused.backward(call.with_tensors(arrays), arrays[own : own + len(given)], gradients)
 
     def _to_fill(self, call: Call, wanted: Gradients) -> list[Any]:
-        return [self._memory.empty_like(tensor) for tensor in fused.inputs(call, wanted)]
+        return [self.memory.empty_like(tensor) for tensor in fused.inputs(call, wanted)]
 
-    def _keep(self, key: Hashable, call: Call, work: Work) -> _Prepared:
-        memory, device = self._memory, self._memory.device(call.query)
+    def _keep(self, key: Hashable, call: Call, work: Work) -> Prepared:
+        memory, device = self.memory, self.memory.device(call.query)
         program = Program(work.launches, fused.target(call), device, memory.stream(device))
-        prepared = _Prepared(program, tuple(map(self._made, work.made)))
+        prepared = Prepared(program, tuple(map(self._made, work.made)))
         if len(self._prepared) >= _PROGRAMS:
             self._prepared.popitem(last=False)
         self._prepared[key] = prepared
         return prepared
 
     def _made(self, array: Array) -> _Made:
-        return _Made(array.shape, array.strides, self._memory.dtype(array.dtype))
+        return _Made(array.shape, array.strides, self.memory.dtype(array.dtype))
 
     def _arrays(self, tensors: Sequence[Any]) -> list[Array]:
-        memory = self._memory
+        memory = self.memory
         return [
             fused.array(
                 slot,
@@ -198,7 +202,7 @@ class Runner:
         ]
 
     def _unit(self, tensor: Any) -> Any:
-        return tensor if self._memory.strides(tensor)[-1] == 1 else self._memory.contiguous(tensor)
+        return tensor if self.memory.strides(tensor)[-1] == 1 else self.memory.contiguous(tensor)
 
 
 def _key(call: Call) -> tuple[Hashable, ...]:

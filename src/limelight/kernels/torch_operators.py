@@ -6,6 +6,7 @@ gradient of the LSE: where one arrives, `tiled` runs instead.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -27,11 +28,17 @@ _cudnn_backward = _aten._scaled_dot_product_cudnn_attention_backward.default
 
 
 def forward(kind: str, call: Call) -> tuple[Tensor, Tensor]:
-    """out [B, H, M, E] and the LSE [B, H, M], float32. kind: "flash", "efficient" or "cudnn"."""
-    inputs, scale = (call.query, call.key, call.value), call.scale
+    """out [B, H, M, E] and the LSE [B, H, M], float32. kind: "flash", "efficient" or "cudnn".
+
+    Autograd follows it.
+    """
+    inputs, scale = _inputs(call), call.scale
     causal = handover.is_causal(kind, call.problem)
     if kind == "flash":
-        out, lse, *_ = _flash(*inputs, 0.0, causal, scale=scale)
+        value_dim = call.value.shape[3]
+        query, key, value = map(_padded_columns, inputs)
+        out, lse, *_ = _flash(query, key, value, 0.0, causal, scale=scale)
+        out = out[..., :value_dim] if value_dim % 8 else out
     elif kind == "efficient":
         out, lse, *_ = _efficient(*inputs, None, True, 0.0, causal, scale=scale)
         lse = lse[:, :, : call.size.q_len]  # its rows are padded
@@ -39,6 +46,42 @@ def forward(kind: str, call: Call) -> tuple[Tensor, Tensor]:
         out, lse, *_ = _cudnn(*inputs, None, True, 0.0, causal, scale=scale)
         lse = lse.squeeze(-1)
     return out, lse
+
+
+def shortcut(kind: str, call: Call) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """`out` of calls like this one, with nothing in between.
+
+    PyTorch's own function is the quickest way to its operator, where it selects that itself.
+    """
+    causal, scale, grouped = handover.is_causal(kind, call.problem), call.scale, call.group > 1
+    switches = _switches()
+    selected = torch._fused_sdp_choice(  # type: ignore[attr-defined]
+        call.query, call.key, call.value, None, 0.0, causal, scale=scale, enable_gqa=grouped
+    )
+    same = call.size.q_len == call.size.kv_len or not causal
+    if not same or _NUMBERS[kind] != selected:
+        return lambda q, k, v: forward(kind, call.with_tensors((q, k, v)))[0]
+
+    def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if _switches() != switches:  # another may be selected now
+            return forward(kind, call.with_tensors((query, key, value)))[0]
+        return _attention(query, key, value, is_causal=causal, scale=scale, enable_gqa=grouped)
+
+    return run
+
+
+_attention = torch.nn.functional.scaled_dot_product_attention
+_NUMBERS = {"flash": 1, "efficient": 2, "cudnn": 3}  # torch.nn.attention.SDPBackend's
+
+
+def _switches() -> tuple[object, ...]:
+    """What PyTorch's selection depends on beside the call."""
+    return (
+        torch._C._get_flash_sdp_enabled(),
+        torch._C._get_mem_efficient_sdp_enabled(),
+        torch._C._get_cudnn_sdp_enabled(),
+        torch._C._get_sdp_priority_order(),
+    )
 
 
 def backward(
@@ -53,15 +96,18 @@ def backward(
     """The wanted gradients. kind: as for the forward."""
     if d_out is None or d_lse is not None:
         return tiled.backward(call, TILED, out, lse, d_out, d_lse, wanted)
-    out, d_out = _regular(out.to(call.query.dtype)), _regular(d_out)
-    inputs, scale = (call.query, call.key, call.value), call.scale
-    lengths = (call.size.q_len, call.size.kv_len)
+    out, d_out = regular(out.to(call.query.dtype)), regular(d_out)
+    inputs, scale = _inputs(call), call.scale
+    lengths = (inputs[0].shape[2], inputs[1].shape[2])
     causal = handover.is_causal(kind, call.problem)
     states = (_no_state(call.query.device),) * 2
     if kind == "flash":
-        found = _flash_backward(
-            d_out, *inputs, out, lse, None, None, *lengths, 0.0, causal, *states, scale=scale
-        )
+        wide = map(_padded_columns, (d_out, *inputs, out))
+        found = _flash_backward(*wide, lse, None, None, *lengths, 0.0, causal, *states, scale=scale)
+        found = [
+            gradient[..., : tensor.shape[3]]
+            for gradient, tensor in zip(found, inputs, strict=False)
+        ]
     elif kind == "efficient":
         lse, needed = _padded_rows(lse), [True, True, True, False]
         found = _efficient_backward(
@@ -72,20 +118,39 @@ def backward(
         found = _cudnn_backward(
             d_out, *inputs, out, lse, *states, *nothing, *lengths, 0.0, causal, scale=scale
         )
+    unseen = call.size.kv_len - lengths[1]
     query, key, value = (
         gradient if want else None for gradient, want in zip(found[:3], wanted[:3], strict=True)
     )
+    if unseen:
+        key, value = (
+            None if each is None else torch.nn.functional.pad(each, (0, 0, 0, unseen))
+            for each in (key, value)
+        )
     return Gradients(query, key, value, None, (None,) * len(wanted.bias))
 
 
-def _regular(tensor: Tensor) -> Tensor:
+def _inputs(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, and the keys and values that any query sees."""
+    seen = handover.visible_keys(call.problem)
+    if seen >= call.size.kv_len:
+        return call.query, call.key, call.value
+    return call.query, call.key[:, :, :seen], call.value[:, :, :seen]
+
+
+def regular(tensor: Tensor) -> Tensor:
     """The tensor with rows side by side, at multiples of 16 bytes: others come out wrong."""
-    strides = tensor.stride()
-    item = tensor.element_size()
+    strides, item = tensor.stride(), tensor.element_size()
     rows = all(step > 0 and step * item % 16 == 0 for step in strides[:-1])
     if strides[-1] == 1 and rows and tensor.data_ptr() % 16 == 0:
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _padded_columns(tensor: Tensor) -> Tensor:
+    """FlashAttention takes head dims that 8 divides; columns of zeros change nothing."""
+    width = tensor.shape[3]
+    return torch.nn.functional.pad(tensor, (0, -width % 8)) if width % 8 else tensor
 
 
 def _padded_rows(lse: Tensor) -> Tensor:

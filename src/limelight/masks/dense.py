@@ -43,7 +43,8 @@ class DenseMask(Mask):
 
     def on_device(self) -> NamedTuple:
         strides = broadcast_strides(self.tensor)
-        return _OnDevice(_fragment, all_keys, all_queries, self.tensor, *strides)
+        differ = int(strides[2] != 0)
+        return _OnDevice(_fragment, all_keys, all_queries, self.tensor, *strides, differ)
 
 
 class _OnDevice(NamedTuple):
@@ -55,13 +56,17 @@ class _OnDevice(NamedTuple):
     head_stride: int
     row_stride: int
     key_stride: int
+    ROWS_DIFFER: int  # 0 where all queries share a row, as in padding
 
 
 @jit
 def _fragment(scores, at, own):
-    row = at.q_pos - at.query_start
     matrix = own.tensor + at.batch * own.batch_stride + at.head * own.head_stride
-    places = matrix + row * own.row_stride + at.k_pos * own.key_stride
-    inside = (row < at.q_len) & (at.k_pos < at.kv_len)
+    places = matrix + at.k_pos * own.key_stride
+    inside = at.k_pos < at.kv_len
+    if own.ROWS_DIFFER:
+        row = at.q_pos - at.query_start
+        places += row * own.row_stride
+        inside &= row < at.q_len
     visible = tl.load(places, mask=inside, other=0)
     return tl.where(visible != 0, scores, float("-inf"))

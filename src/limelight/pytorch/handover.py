@@ -6,6 +6,8 @@ of its own here: nothing is handed over that could come out different from what 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from limelight.masks import Causal
 from limelight.problem import ITEM_BYTES, Layout, Problem
 from limelight.pytorch import faults
@@ -23,7 +25,9 @@ def why_not(backend: str, problem: Problem) -> list[Reason]:
         return [Reason("runs on PyTorch tensors", p.library, "pass torch tensors")]
     if p.device.kind != "cuda":
         return [Reason("runs on NVIDIA GPUs", str(p.device), "move the tensors to one")]
-    found = [*_semantics(backend, p), *_layouts(p)]
+    found = [*_semantics(backend, p)]
+    if not _pads(backend, p.query):  # what is padded is copied
+        found += _layouts(p)
     situation = _situation(backend, p)
     found += reasons(rules(backend, p.device), situation)
     missing = machine_code(situation.build, p.device)
@@ -42,11 +46,17 @@ def is_causal(backend: str, problem: Problem) -> bool:
     return isinstance(problem.mask, Causal) and not last
 
 
+def visible_keys(problem: Problem) -> int:
+    """How many keys the kernel is to get: those behind the last query's are left out."""
+    causal_from_the_first = isinstance(problem.mask, Causal) and problem.start == 0
+    return min(problem.kv_len, problem.q_len) if causal_from_the_first else problem.kv_len
+
+
 def _corner(backend: str, p: Problem) -> bool:
     """Whether the kernel's causal mask lies where the problem's does, and hides no key from all."""
     if backend == "flash":  # aligned to the bottom right
-        return p.start is not None and p.start == p.kv_len - p.q_len >= 0
-    return p.start == 0 and p.kv_len <= p.q_len
+        return p.start is not None and p.start == visible_keys(p) - p.q_len >= 0
+    return p.start == 0
 
 
 def _semantics(backend: str, p: Problem) -> list[Reason]:
@@ -78,12 +88,6 @@ def _semantics(backend: str, p: Problem) -> list[Reason]:
             "",
         ),
         (
-            backend == "flash" and p.head_dim % 8 != 0,
-            "needs a head_dim that 8 divides",
-            p.head_dim,
-            "",
-        ),
-        (
             backend == "efficient" and p.group > 1,
             "takes as many heads of keys as of queries",
             f"{p.q_heads} and {p.kv_heads}",
@@ -102,6 +106,11 @@ def _layouts(p: Problem) -> list[Reason]:
     return [Reason(rule, ", ".join(odd), "call .contiguous() or .clone() on it")]
 
 
+def _pads(backend: str, layout: Layout) -> bool:
+    """Whether columns of zeros are added: FlashAttention takes head dims that 8 divides."""
+    return backend == "flash" and layout.shape[-1] % 8 != 0
+
+
 def _regular(layout: Layout) -> bool:
     item = ITEM_BYTES[layout.dtype]
     if not layout.unit_stride:
@@ -117,7 +126,13 @@ def _situation(backend: str, p: Problem) -> Situation:
 
     def operand(name: str) -> Operand:
         layout = getattr(p, name)
-        if not layout.unit_stride:
+        *_, length, dim = layout.shape
+        if name != "query":
+            length = visible_keys(p)
+            layout = replace(layout, shape=(*layout.shape[:2], length, dim))
+        if _pads(backend, layout):
+            layout = Layout.contiguous((*layout.shape[:3], dim + -dim % 8), layout.dtype)
+        elif not layout.unit_stride:
             layout = Layout.contiguous(layout.shape, layout.dtype)
         return Operand(layout, requires_grad=name in p.gradients)
 
@@ -125,7 +140,7 @@ def _situation(backend: str, p: Problem) -> Situation:
         operand("query"),
         operand("key"),
         operand("value"),
-        is_causal=is_causal(backend, p) and p.q_len == p.kv_len,
+        is_causal=is_causal(backend, p) and p.q_len == visible_keys(p),
         scale=p.scale,
         enable_gqa=p.group > 1,
     )

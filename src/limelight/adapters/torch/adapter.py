@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any
 
@@ -13,15 +14,17 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.autograd import forward_ad
 
 from limelight.adapters.base import Adapter, Arguments, Plan
-from limelight.adapters.torch import eager, operator
+from limelight.adapters.torch import eager, looks, native, operator, shortcuts
 from limelight.adapters.torch.plan import TorchPlan, autocasts, kind_of, rounded
 from limelight.devices import CPU, Device
-from limelight.dispatch import Choice, allowed
+from limelight.dispatch import KNOWN, Choice, allowed
 from limelight.errors import invalid, invalid_type
+from limelight.masks import Mask
 from limelight.problem import Layout, row_alignment
 
 _NO_TRANSFORMS = "limelight does not run under torch.func transforms"
-_PLANS = 4096  # choices kept by what was seen of the tensors, before a Problem is even made
+_MOST = 4096
+_MASK = (Mask, type(None))
 
 
 class TorchAdapter(Adapter):
@@ -30,7 +33,9 @@ class TorchAdapter(Adapter):
     plan_type = TorchPlan
 
     def __init__(self) -> None:
-        self._choices: dict[tuple[Any, ...], Choice] = {}
+        # By what a call looks like, before a Problem is even made: 100 us less.
+        self._choices: dict[Hashable, Choice] = {}
+        self._shortcuts = shortcuts.Shortcuts()
 
     # What the rest of limelight may ask about a tensor.
 
@@ -107,7 +112,7 @@ class TorchAdapter(Adapter):
         return torch.are_deterministic_algorithms_enabled()
 
     def allow_tf32(self) -> bool:
-        return _allows_tf32()
+        return looks.allows_tf32()
 
     def cudnn_version(self, array: Any) -> int | None:
         return torch.backends.cudnn.version() if array.is_cuda else None
@@ -147,83 +152,71 @@ class TorchAdapter(Adapter):
             a = replace(a, **cast)
         return super().prepared(a)
 
-    def plan(self, arguments: Arguments) -> Plan:
-        """The choice comes from a call of before, if one looked the same: 100 us less."""
-        a, restriction = arguments, allowed()
-        choice = self._seen(a, restriction) if a.seed is None else None
+    def choice(self, a: Arguments, restriction: looks.Restriction) -> Choice:
+        choice = self._known(a, restriction)
         if choice is None:
-            return self.planned(self.prepared(a), restriction)
-        return self.plan_type(self.call(a, choice.problem), choice)
-
-    def choice(self, a: Arguments, restriction: tuple[str, ...] | None) -> Choice:
-        choice = self._seen(a, restriction)
-        if choice is None:
-            choice = super().choice(a, restriction)
-            if len(self._choices) >= _PLANS:
+            choice = super().choice(a, restriction)  # which raises where anything is wrong
+            if len(self._choices) >= _MOST:
                 self._choices.clear()
-            self._choices[_looks(a, restriction)] = choice
+            self._choices[looks.of_call(a, restriction)] = choice
         return choice
 
-    def _seen(self, a: Arguments, restriction: tuple[str, ...] | None) -> Choice | None:
-        """The choice for prepared arguments of before that looked like these.
-
-        What looks like prepared arguments needs no preparing.
-        """
+    def _known(self, a: Arguments, restriction: looks.Restriction) -> Choice | None:
+        """The choice for prepared arguments of before that looked like these."""
         try:
-            return self._choices.get(_looks(a, restriction))
-        except (AttributeError, RuntimeError, TypeError):
-            return None  # something else stands where a tensor or number belongs: checks say which
+            return self._choices.get(looks.of_call(a, restriction))
+        except looks.MISFITS:
+            return None  # checks will say which
+
+    def shortcut(
+        self, query: Any, key: Any, value: Any, options: Hashable
+    ) -> shortcuts.Shortcut | None:
+        return self._shortcuts.find(query, key, value, options)
+
+    def keep_shortcut(self, options: Hashable, arguments: Arguments) -> None:
+        a = arguments
+        run = self.shortcut(a.query, a.key, a.value, looks.of_numbers(a))
+        if run is not None:
+            self._shortcuts.keep(a.query, a.key, a.value, options, run)
 
     def attention(self, arguments: Arguments) -> Any:
-        query = arguments.query
-        if _is_traced(query):
-            out, lse = operator.attention(self, self.prepared(arguments))
-        else:
-            _refuse_transforms(query)
-            plan = self.plan(arguments)
-            with_gradients = plan.choice.problem.gradients
-            out, lse = eager.attention(plan) if with_gradients else plan.forward()
-            out = rounded(out, plan.call.query)
-        return (out, lse) if arguments.return_lse else out
+        a, restriction = arguments, allowed()
+        if _is_traced(a.query):
+            out, lse = operator.attention(self, self.prepared(a))
+            return (out, lse) if a.return_lse else out
+        options = None
+        if a.bias is a.sinks is a.seed is None and isinstance(a.mask, _MASK):
+            options = looks.of_numbers(a)
+            run = self.shortcut(a.query, a.key, a.value, options)
+            if run is not None:
+                return run(a.query, a.key, a.value)
+        if forward_ad._current_level >= 0:
+            raise NotImplementedError("limelight has no forward-mode derivative")
+        choice = self._known(a, restriction) if a.seed is None else None
+        if choice is None:
+            if is_functorch_wrapped_tensor(a.query):  # has no address, so it is never known
+                raise NotImplementedError(_NO_TRANSFORMS)
+            plan = self.planned(self.prepared(a), restriction)
+        else:  # what looks like prepared arguments needs no preparing
+            plan = self.plan_type(self.call(a, choice.problem), choice)
+            run = None if options is None else shortcuts.made(plan)
+            if run is not None:
+                self._shortcuts.keep(a.query, a.key, a.value, options, run)
+        out, lse = _run(plan)
+        out = rounded(out, plan.call.query)
+        return (out, lse) if a.return_lse else out
 
 
-def _looks(a: Arguments, restriction: tuple[str, ...] | None) -> tuple[Any, ...]:
-    """All that preparing and describing look at, as a key. Each call makes it, so it is quick."""
-    q, k, v, start = a.query, a.key, a.value, a.query_start
-    kind = kind_of(q)
-    grad = torch.is_grad_enabled()
-    # Numbers with their types, as True equals 1 and is refused where 1 is not.
-    key: tuple[Any, ...] = (
-        *(restriction, q.device, k.device, v.device),
-        *(type(q), q.dtype, q.shape, q.stride(), q.data_ptr() & 15, grad and q.requires_grad),
-        *(type(k), k.dtype, k.shape, k.stride(), k.data_ptr() & 15, grad and k.requires_grad),
-        *(type(v), v.dtype, v.shape, v.stride(), v.data_ptr() & 15, grad and v.requires_grad),
-        *(a.scale, type(a.scale), a.softcap, type(a.softcap), a.dropout_p, type(a.dropout_p)),
-        *(a.return_lse, type(a.return_lse), a.deterministic, type(a.deterministic)),
-        *(type(start), None if isinstance(start, Tensor) else start, a.gradients),
-        torch.are_deterministic_algorithms_enabled(),
-        q.dtype is torch.float32 and q.is_cuda and _allows_tf32(),
-        torch.get_autocast_dtype(kind) if autocasts(kind) else None,
-    )
-    if a.mask is None and a.bias is None and a.sinks is None and not isinstance(start, Tensor):
-        return key
-    rest: list[Any] = [a.sinks is None]
-    tensors = [each for each in (a.sinks, start) if isinstance(each, Tensor)]
-    for term in (a.mask, a.bias):
-        rest.append(None if term is None else term.spec())
-        tensors += () if term is None else term.tensors()
-    for t in tensors:
-        rest += (type(t), t.device, t.dtype, t.shape, t.stride(), t.data_ptr() & 15)
-        rest.append(grad and t.requires_grad)
-    return (*key, *rest)
-
-
-def _allows_tf32() -> bool:
-    # Not `allow_tf32`: reading it raises once the newer switch was used.
-    setting = torch.backends.cuda.matmul.fp32_precision
-    if setting == "none":
-        setting = getattr(torch.backends, "fp32_precision", "none")
-    return setting == "tf32"
+def _run(plan: Plan) -> tuple[Tensor, Tensor | None]:
+    """out, and the LSE where there is one, connected to autograd if a gradient is wanted."""
+    call, choice = plan
+    if not choice.problem.gradients:
+        return plan.forward()
+    if not KNOWN[choice.backend].native:  # type: ignore[index]
+        return eager.attention(plan)
+    out, lse = plan.forward()
+    native.follower(shortcuts.shell(call), choice)(out)
+    return out, lse
 
 
 _CUDA_DEVICES: dict[int, Device] = {}
@@ -236,14 +229,6 @@ def _cuda_device(index: int) -> Device:
         device = Device.cuda(found.name, (found.major, found.minor), found.multi_processor_count)
         _CUDA_DEVICES[index] = device
     return device
-
-
-def _refuse_transforms(query: Tensor) -> None:
-    """Raises NotImplementedError under derivatives that only some backends would see."""
-    if forward_ad._current_level >= 0:
-        raise NotImplementedError("limelight has no forward-mode derivative")
-    if is_functorch_wrapped_tensor(query):
-        raise NotImplementedError(_NO_TRANSFORMS)
 
 
 def _is_traced(query: Tensor) -> bool:

@@ -42,12 +42,28 @@ class _Attention(torch.autograd.Function):
         out, lse, *tensors = ctx.saved_tensors
         needs = ctx.needs_input_grad[3:]
         if torch.is_grad_enabled():  # a second derivative may follow
-            gradients = _AttentionBackward.apply(
-                ctx.shell, ctx.choice, needs, d_out, d_lse, out, lse, *tensors
+            gradients = connected_gradients(
+                ctx.shell, ctx.choice, needs, d_out, d_lse, out, lse, tensors
             )
             return None, None, None, *spread(gradients, needs)
         each = _gradients(ctx.shell, ctx.choice, needs, d_out, d_lse, out, lse, tensors)
         return None, None, None, *each, *[None] * (len(tensors) - len(each))
+
+
+def connected_gradients(
+    shell: Call,
+    choice: Choice,
+    needs: Sequence[bool],
+    d_out: Tensor | None,
+    d_lse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    tensors: Sequence[Tensor],
+) -> tuple[Tensor, ...]:
+    """The needed gradients, connected to autograd: they have derivatives, by `math`."""
+    return _AttentionBackward.apply(  # type: ignore[return-value]
+        shell, choice, needs, d_out, d_lse, out, lse, *tensors
+    )
 
 
 def _gradients(

@@ -51,6 +51,7 @@ def attention(adapter: TorchAdapter, a: Arguments) -> tuple[Tensor, Tensor]:
         "bias": "null" if a.bias is None else a.bias.spec(),
         "mask": "null" if a.mask is None else a.mask.spec(),
         "from_end": _truth(isinstance(start, str)),
+        "return_lse": _truth(a.return_lse),
         "deterministic": _truth(a.deterministic),
         "gradients": _names(adapter.gradients(a)),
         "allowed": "null" if restriction is None else _names(restriction),
@@ -103,7 +104,7 @@ def _arguments(tensors: Sequence[Tensor | None], spec: str, *numbers: Any) -> Ar
         sinks=named.get("sinks"),
         dropout_p=dropout_p,
         seed=named.get("seed"),
-        return_lse=True,  # the backward needs it
+        return_lse=fields["return_lse"],
         deterministic=fields["deterministic"],
         gradients=fields["gradients"],
     )
@@ -144,6 +145,8 @@ def _attention(
         if _rounds(query)
         else None
     )
+    if lse is None:  # nobody reads it, but the operator has promised one
+        lse = query.new_empty(query.shape[:3], dtype=compute_dtype(query))
     return out, lse.contiguous(), query.new_empty(0) if wide is None else wide
 
 
@@ -185,6 +188,8 @@ def _attention_backward(
     plan = _plan(tensors, spec, start, scale, softcap, dropout_p)
     names = {name for name, need in zip(_parsed(spec)["tensors"], needs, strict=True) if need}
     wanted = Gradients.named(names, plan.call.bias)
+    if not _parsed(spec)["return_lse"]:
+        d_lse = None  # zeros that autograd made for an output that nobody has
     gradients = plan.backward(out, lse, d_out, d_lse, wanted)
     promises = [torch.empty_like(t) for t, need in zip(tensors, needs, strict=True) if need]
     return [

@@ -1,0 +1,136 @@
+"""Backends that autograd follows by itself: what limelight adds to that."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from inputs import qkv
+
+from limelight import attention, backends, dispatch, record
+from limelight.adapters.torch import native
+from limelight.adapters.torch.adapter import ADAPTER
+from limelight.adapters.torch.shortcuts import Shortcuts
+from limelight.backends.base import Reason
+from limelight.backends.torch_cpu import TorchCPU
+from limelight.testing import check
+
+operator = torch._scaled_dot_product_flash_attention_for_cpu
+
+
+@pytest.fixture(autouse=True)
+def native_on_the_cpu(monkeypatch):
+    """`torch_cpu` as the backends for CUDA are: the bare operator."""
+
+    def run(query, key, value, scale):
+        out, lse = operator(query, key, value, 0.0, False, scale=scale)
+        return out, lse
+
+    def shortcut(self, call):
+        return lambda query, key, value: run(query, key, value, call.scale)[0]
+
+    refusals = TorchCPU.why_not
+
+    def why_not(self, problem):
+        learned = problem.return_lse and problem.gradients
+        return refusals(self, problem) + [Reason("has no gradient of the LSE", "", "")] * bool(
+            learned
+        )
+
+    monkeypatch.setattr(TorchCPU, "why_not", why_not)
+    monkeypatch.setattr(TorchCPU, "native", True)
+    monkeypatch.setattr(TorchCPU, "shortcut", shortcut)
+    monkeypatch.setattr(
+        TorchCPU, "forward", lambda self, call: run(call.query, call.key, call.value, call.scale)
+    )
+    monkeypatch.setattr(ADAPTER, "_choices", {})
+    monkeypatch.setattr(ADAPTER, "_shortcuts", Shortcuts())
+    dispatch.decide.cache_clear()
+    with backends("torch_cpu"):
+        yield
+    dispatch.decide.cache_clear()
+
+
+def test_no_function_of_ours_stands_between():
+    q, k, v = qkv()
+    for _ in range(3):  # planned, then by the shortcut
+        assert "FlashAttentionForCpu" in attention(q, k, v).grad_fn.name()
+
+
+def test_gradients():
+    q, k, v = qkv(q_len=33, kv_len=40, dtype=torch.float64)
+    for _ in range(3):
+        check(q, k, v)
+
+
+def test_some_gradients():
+    q, k, v = qkv(dtype=torch.float64)
+    check(q, k.detach(), v)
+    check(q.detach(), k.detach(), v)
+
+
+@pytest.mark.parametrize("learned", ["qkv", "q", "kv"])
+def test_a_second_derivative_is_that_of_tiled(learned):
+    inputs = [
+        tensor.requires_grad_(name in learned)
+        for name, tensor in zip("qkv", qkv(dtype=torch.float64, grad=False), strict=True)
+    ]
+    wanted = [tensor for tensor in inputs if tensor.requires_grad]
+    found = []
+    for backend in ("torch_cpu", "tiled"):
+        with backends(backend):
+            out = attention(*inputs)
+            first = torch.autograd.grad(out.square().sum(), wanted, create_graph=True)
+            penalty = sum(gradient.square().sum() for gradient in first)
+            found.append((*first, *torch.autograd.grad(penalty, wanted)))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_a_graph_that_is_kept_is_run_again():
+    q, k, v = qkv(dtype=torch.float64)
+    out = attention(q, k, v).square().sum()
+    first = torch.autograd.grad(out, q, create_graph=True)[0]
+    again = torch.autograd.grad(out, q, retain_graph=True)[0]
+    torch.testing.assert_close(first, again)
+    assert first.grad_fn is not None
+    assert again.grad_fn is None
+
+
+def test_an_odd_gradient_is_laid_out_again(monkeypatch):
+    seen = []
+    regular = native.regular
+    monkeypatch.setattr(native, "regular", lambda d_out: seen.append(d_out) or regular(d_out))
+    q, k, v = qkv()
+    out = attention(q, k, v)
+    out.sum().backward()
+    assert seen[0].stride() == (0, 0, 0, 0)
+    assert regular(seen[0]).is_contiguous()
+
+
+def test_record_sees_every_stage():
+    q, k, v = qkv()
+    with record() as calls:
+        for _ in range(2):
+            attention(q, k, v).sum().backward()
+        first = torch.autograd.grad(attention(q, k, v).square().sum(), q, create_graph=True)[0]
+        first.sum().backward()
+    stages = [call.stage for call in calls]
+    assert stages[:4] == ["forward", "backward"] * 2
+    assert stages[4:7] == ["forward", "backward", "double backward"]
+
+
+def test_nothing_keeps_the_tensors_alive():
+    """A hook that held a tensor of the graph would hold the graph, and nobody would free it."""
+    import gc
+    import weakref
+
+    q, k, v = qkv()
+    hidden = q * 2
+    out = attention(hidden, k, v)
+    dead = [weakref.ref(hidden), weakref.ref(out)]
+    gc.disable()
+    try:
+        del hidden, out
+        assert [each() for each in dead] == [None, None]
+    finally:
+        gc.enable()
