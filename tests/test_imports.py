@@ -125,7 +125,7 @@ AT_HOME = {
     ),
     "torch": ("adapters.torch", "kernels", "nn", "integrations"),
     "jax": ("adapters.jax", "kernels", "jax"),
-    "cupy": ("adapters.cupy", "kernels"),
+    "cupy": (),  # by name, as it has no types
     "triton": ("kernels", "export"),
     "transformers": ("integrations",),
 }

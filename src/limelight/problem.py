@@ -81,7 +81,7 @@ class Problem:
     mask, bias: the call's own, with a Layout in the place of each tensor.
     gradients: names of what a gradient is wanted for: "query", "key", "value", "sinks" and, for the
         n-th tensor of the bias, "bias.n".
-    library: the array library ("torch", "numpy"), with its version.
+    library: the array library ("torch", "jax", "cupy", "numpy"), with its version.
     triton_version: None where Triton is not installed; "" where that is not known.
     allow_tf32: whether the library's switch lets float32 products round to TF32.
     cudnn_version: the cuDNN that the library has loaded, 91900 for 9.19.0; None where that is not

@@ -18,7 +18,7 @@ def adapter_for(library: str) -> Adapter:
     elif library == "jax":
         from limelight.adapters.jax.adapter import ADAPTER
     elif library == "cupy":
-        from limelight.adapters.cupy.adapter import ADAPTER
+        from limelight.adapters.cupy import ADAPTER
     else:
         from limelight.adapters.numpy import ADAPTER
 
@@ -49,7 +49,7 @@ def _adapter_of(query: Any) -> Adapter:
         return ADAPTER
     cupy = sys.modules.get("cupy")
     if cupy is not None and isinstance(query, cupy.ndarray):
-        from limelight.adapters.cupy.adapter import ADAPTER
+        from limelight.adapters.cupy import ADAPTER
 
         return ADAPTER
     numpy = sys.modules.get("numpy")

@@ -119,7 +119,8 @@ def attention(plan: Plan, *, heads_last: bool) -> Any:
         rows = {name: getattr(asked, name) for name in ("query", "key", "value")}
         rows = {name: Layout.heads_last(each.shape, each.dtype) for name, each in rows.items()}
         asked = replace(asked, **rows)
-    wide, lse = _attention(replace(shell, problem=asked), tuple(plan.call.tensors()))
+    results: Any = _attention(replace(shell, problem=asked), tuple(plan.call.tensors()))
+    wide, lse = results
     out = wide.astype(plan.call.query.dtype)
     return (out, lse) if problem.return_lse else out
 
@@ -148,8 +149,8 @@ def _attention_forward(shell: Shell, primals: Any) -> tuple[Any, _Saved]:
     arrays = tuple([primal.value for primal in primals])
     pairs = zip(shell.differentiable, primals, strict=False)
     wanting = shell.wanting([name for name, primal in pairs if primal.perturbed])
-    out, lse = _attention(wanting, arrays)  # a second derivative goes this way again
-    return (out, lse), _Saved(wanting, arrays, out, lse)
+    results: Any = _attention(wanting, arrays)  # a second derivative goes this way again
+    return results, _Saved(wanting, arrays, *results)
 
 
 def _attention_backward(_: Shell, saved: _Saved, arrived: Any) -> tuple[Any]:

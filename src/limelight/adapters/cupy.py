@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from functools import cache
+from importlib import import_module
 from typing import Any
 
-import cupy
 import numpy as np
 
 from limelight.adapters.base import Adapter, Arguments, Plan
@@ -13,6 +13,8 @@ from limelight.call import Gradients
 from limelight.devices import Device
 from limelight.errors import invalid, invalid_type
 from limelight.problem import Layout, row_alignment
+
+cupy: Any = import_module("cupy")  # which has no types
 
 
 class CuPyPlan(Plan):
