@@ -107,7 +107,7 @@ def _heads_first(name: str, array: Any) -> Any:
     """[B, N, T, H]"""
     if array.ndim not in (3, 4):
         raise invalid(name, found=f"shape {array.shape}", needed="(batch,) length, heads, head_dim")
-    return array.reshape(-1, *array.shape[-3:]).swapaxes(1, 2)
+    return (array if array.ndim == 4 else array[None]).swapaxes(1, 2)
 
 
 def _lengths(name: str, lengths: Any, batch: int, length: int) -> Any:
@@ -136,7 +136,7 @@ def _mask(
     if window is not None:
         parts.append(SlidingWindow(*((window, window) if isinstance(window, int) else window)))
     if q_lengths is not None:
-        # One document, which has all keys and only the real queries.
+        # One document, of all keys and the real queries.
         parts.append(Packed(jnp.asarray([0, _MOST]), _from_zero(q_lengths)))
     if kv_lengths is not None:
         parts.append(KeyLengths(kv_lengths))

@@ -17,7 +17,7 @@ from limelight.testing import assert_close
 
 LENGTHS = {
     "query_seq_lengths": jnp.asarray([5, 9], jnp.int32),
-    "key_value_seq_lengths": jnp.asarray([9, 4], jnp.int32),
+    "key_value_seq_lengths": jnp.asarray([9, 7], jnp.int32),
 }
 CASES = [
     {"is_causal": True, "scale": -0.3, "return_residual": True},
