@@ -94,11 +94,16 @@ class JAXPlan(Plan):
 
     def forward(self) -> tuple[Any, Any]:
         note(self.choice, "forward")
-        return forward_program(Shell.of(self, allowed()))(*self.call.tensors())
+        return forward_program(self._shell())(*self.call.tensors())
+
+    def _shell(self) -> Shell:
+        """The backward's too: it runs on the backend of its forward."""
+        assert self.choice.backend is not None  # choose() raises otherwise
+        return replace(Shell.of(self, (self.choice.backend,)), is_traced=False)
 
     def backward(self, out: Any, lse: Any, d_out: Any, d_lse: Any, wanted: Gradients) -> Gradients:
         note(self.choice, "backward")
-        shell = Shell.of(self, allowed()).wanting(wanted.names())
+        shell = self._shell().wanting(wanted.names())
         found = iter(_gradients(shell, self.call.tensors(), out, lse, d_out, d_lse))
         plain, bias = wanted[:4], wanted.bias
         return Gradients(
