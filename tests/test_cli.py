@@ -17,9 +17,9 @@ from typer.testing import CliRunner
 import limelight as ll
 from limelight.biases import Bias
 from limelight.cli import app, checks, cold_start
-from limelight.cli.grammar import parse_bias, parse_mask
 from limelight.devices import NAMED
 from limelight.examples import kinds
+from limelight.grammar import parse_bias, parse_mask
 from limelight.masks import And, Mask, Or
 from limelight.tile import Size
 

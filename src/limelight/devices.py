@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from limelight.errors import invalid, invalid_type
 
 _KIB = 1024
-_SHARED_MEMORY = {  # bytes of one block, by compute capability
+SHARED_MEMORY = {  # bytes of one block, by compute capability
     (6, 0): 48 * _KIB,
     (6, 1): 48 * _KIB,
     (7, 0): 96 * _KIB,
@@ -42,7 +42,7 @@ class Device:
     @classmethod
     def cuda(cls, name: str, compute_capability: tuple[int, int], sms: int) -> Device:
         """A GPU; its shared memory follows from its compute capability, where that is known."""
-        shared = _SHARED_MEMORY.get(compute_capability)
+        shared = SHARED_MEMORY.get(compute_capability)
         return cls(name, "cuda", compute_capability, sms, shared)
 
     @classmethod

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from limelight.devices import _SHARED_MEMORY
+from limelight.devices import SHARED_MEMORY
 from limelight.kernels import configs
 from limelight.kernels.launch import ITEM_BYTES
 
@@ -53,7 +53,7 @@ SAMPLE = [
 
 
 def cases() -> Iterator[Case]:
-    for major, minor in _SHARED_MEMORY:
+    for major, minor in SHARED_MEMORY:
         capability = 10 * major + minor
         for dtype in ("float16", "bfloat16", "float32"):
             if capability != 90 and (dtype != "bfloat16" or capability >= 80):

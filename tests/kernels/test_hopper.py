@@ -13,7 +13,7 @@ from compile_matrix import run
 
 from limelight.backends import BACKENDS
 from limelight.biases import ALiBi, DenseBias
-from limelight.devices import _SHARED_MEMORY, Device
+from limelight.devices import SHARED_MEMORY, Device
 from limelight.masks import Causal, DenseMask, KeyLengths, SlidingWindow
 from limelight.problem import Layout, Problem
 
@@ -30,7 +30,7 @@ def test_resources_are_as_recorded(dim: int, stack: int, shared: int) -> None:
     assert found["wgmma"] > 0
     assert found["registers"] * found["threads"] <= 65536
     assert found["stack"] <= stack
-    assert found["shared"] <= shared <= _SHARED_MEMORY[9, 0]
+    assert found["shared"] <= shared <= SHARED_MEMORY[9, 0]
 
 
 def layout(*strides: int, shape: tuple[int, ...] = (2, 8, 1024, 64), alignment: int = 16) -> Layout:

@@ -19,6 +19,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 import interpreter
+from exported import Exported
 
 import limelight as ll
 from limelight import reference
@@ -566,3 +567,47 @@ def test_biases_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     own = importlib.import_module("own_bias")
     bias = own.PeriodicBias(random(1, 5)) + own.LogDistance(torch.rand(HEADS))
     check(case(bias=bias, mask=ll.Causal(), query_start=3))
+
+
+EXPORTED = {
+    "alibi": (Exported("causal", "alibi"), {"mask": ll.Causal(), "bias": ll.ALiBi(random(HEADS))}),
+    "dense, one query": (
+        Exported(bias="dense_bias"),
+        {"bias": ll.DenseBias(random(1, HEADS, 1, KV_LEN)), "q_len": 1, "batch": 1},
+    ),
+    "table of one head": (
+        Exported("key_lengths", "relative_bias"),
+        {"mask": lengths(53, 20), "bias": ll.RelativeBias(random(1, 21)), "heads": 1},
+    ),
+    "table, one key": (
+        Exported(bias="t5_bias"),
+        {"bias": ll.T5Bias(random(32, HEADS)), "kv_len": 1, "query_start": 20},
+    ),
+    "sinks": (Exported(), {"sinks": random(HEADS)}),
+}
+
+
+@pytest.mark.parametrize(("exported", "others"), EXPORTED.values(), ids=EXPORTED.keys())
+def test_exported_variants(
+    exported: Exported, others: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is 1 long, and compiled in as such at a call, is a number like others in an export."""
+    monkeypatch.setattr(interpreter, "forward", exported.forward)
+    monkeypatch.setattr(interpreter, "backward", exported.backward)
+    check(case(torch.float16, **others))
+
+
+def test_an_export_leaves_out_what_nobody_wants() -> None:
+    call = case(torch.float16, bias=ll.ALiBi(random(HEADS)))
+    out, lse = Exported(bias="alibi").forward(call)
+    everything = Gradients(True, True, True, False, (True,))
+    gradients = (call, out, lse, torch.ones_like(out), torch.zeros_like(lse))
+    full = Exported(bias="alibi").backward(*gradients, everything)
+    slopes = Exported(bias="alibi").backward(
+        *gradients, Gradients(False, False, False, False, (True,))
+    )
+    assert torch.equal(slopes.bias[0], full.bias[0])
+    query = Exported(bias="alibi").backward(
+        *gradients, Gradients(True, False, False, False, (False,))
+    )
+    assert torch.equal(query.query, full.query)

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 from compile_matrix import RECORD, SAMPLE, Case, Report, cases, compiled, complaints, config_of, run
 
-from limelight.devices import _SHARED_MEMORY
+from limelight.devices import SHARED_MEMORY
 from limelight.kernels import configs
 
 
@@ -48,7 +48,7 @@ def test_the_record_is_of_these_configurations_and_within_limits() -> None:
     for case in cases():
         for kernel, resources in record[str(case)].items():
             assert resources["config"] == config_of(kernel, case)["config"], f"{case} {kernel}"
-            limit = _SHARED_MEMORY[divmod(case.capability, 10)]
+            limit = SHARED_MEMORY[divmod(case.capability, 10)]
             assert resources["shared"] <= limit, f"{case} {kernel}"
 
 

@@ -1,6 +1,6 @@
 """How long one launch takes on the CPU, in microseconds, against the stub driver.
 
-python tests/launcher/measure_launch.py
+PYTHONPATH=tests python tests/launcher/measure_launch.py
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The command line: `limelight doctor | explain | show | demo`.
+"""The command line: `limelight doctor | explain | show | export | demo`.
 
 A command is one file, and imports what it needs when it runs: help needs no framework.
 """
@@ -15,6 +15,7 @@ from limelight import __version__
 from limelight.cli.demo import demo
 from limelight.cli.doctor import doctor
 from limelight.cli.explain import explain
+from limelight.cli.export import export
 from limelight.cli.show import show
 
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
@@ -67,7 +68,7 @@ def _main(
         typer.echo(context.get_help())
 
 
-for command in (doctor, explain, show, demo):
+for command in (doctor, explain, show, export, demo):
     app.command()(command)
 
 __all__ = ["app"]

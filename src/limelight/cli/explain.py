@@ -80,7 +80,7 @@ def explain(
     """
     from limelight import Device, Problem, explain_torch
     from limelight import explain as explain_problem
-    from limelight.cli.grammar import parse_bias, parse_mask
+    from limelight.grammar import parse_bias, parse_mask
     from limelight.problem import Layout
     from limelight.tile import Size
 

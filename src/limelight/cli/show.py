@@ -40,7 +40,7 @@ def show(
     import numpy as np
 
     from limelight.cli.explain import start_option
-    from limelight.cli.grammar import parse_mask, parse_term
+    from limelight.grammar import parse_mask, parse_term
     from limelight.masks import Mask
     from limelight.picture import dense
     from limelight.tile import Size

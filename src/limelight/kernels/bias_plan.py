@@ -23,8 +23,10 @@ from limelight.kernels.cut import (
     config_of,
     dim_of,
     dims_of,
+    larger,
     launches_of,
     parameters_of,
+    smaller,
     tiled_launches,
     tiles_of,
 )
@@ -163,18 +165,18 @@ def _parts(call: Call, programs: int) -> tuple[int, int]:
 
     Where queries start differently in each batch element, so do the entries of a bias.
     """
-    batch = max(call.size.batch, 1)
+    batch = larger(call.size.batch, 1)
     each = 1
     if isinstance(call.query_start, int):
-        each = tiles_of(batch, min(batch, tiles_of(configs.MANY_PROGRAMS, programs)))
+        each = tiles_of(batch, smaller(batch, tiles_of(configs.MANY_PROGRAMS, programs)))
     return tiles_of(batch, each), each
 
 
 def _diagonals(call: Call, config: Config) -> Diagonals:
     size = call.size
-    last_row = max(tiles_of(size.q_len, config.rows) - 1, 0) * config.rows
+    last_row = larger(tiles_of(size.q_len, config.rows) - 1, 0) * config.rows
     before = tiles_of(last_row, config.keys)
-    count = max(before + tiles_of(size.kv_len, config.keys), 1)
+    count = larger(before + tiles_of(size.kv_len, config.keys), 1)
     parts, batches = _parts(call, count * size.q_heads)
     return Diagonals(*map(i32, (-before, count, parts, batches, size.batch)))
 
@@ -221,7 +223,7 @@ def _offset_gradients(
 def _pair_parts(call: Call, config: Config) -> Parts:
     size = call.size
     tiles = tiles_of(size.q_len, config.rows) * tiles_of(size.kv_len, config.keys)
-    return Parts(*map(i32, _parts(call, max(tiles * size.q_heads, 1))))
+    return Parts(*map(i32, _parts(call, larger(tiles * size.q_heads, 1))))
 
 
 def _pair_gradients(

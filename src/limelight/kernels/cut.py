@@ -40,6 +40,16 @@ def dims_of(call: Call) -> dict[str, int]:
     return {"HEAD_DIM": call.query.shape[3], "VALUE_DIM": call.value.shape[3]}
 
 
+def smaller(a: int, b: int) -> int:
+    """min(a, b), of a number that may not be known yet (export/traced.py) an expression."""
+    return a.smaller(b) if hasattr(a, "smaller") else min(a, b)  # type: ignore[attr-defined]
+
+
+def larger(a: int, b: int) -> int:
+    """max(a, b), as above."""
+    return a.larger(b) if hasattr(a, "larger") else max(a, b)  # type: ignore[attr-defined]
+
+
 def tiles_of(length: int, tile: int) -> int:
     return -(-length // tile)
 

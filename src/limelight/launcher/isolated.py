@@ -10,6 +10,7 @@ import subprocess
 import sys
 from typing import Any
 
+from limelight._jit import DeviceFunction, ready
 from limelight.launcher.binary import Binary
 from limelight.launcher.compile import CompileError, compile_kernel
 from limelight.launcher.recipe import Recipe
@@ -53,7 +54,7 @@ class _Unpickler(pickle.Unpickler):
         value: Any = importlib.import_module(module)
         for part in name.split("."):
             value = getattr(value, part)
-        return value
+        return ready(value) if isinstance(value, DeviceFunction) else value
 
 
 def _main() -> None:

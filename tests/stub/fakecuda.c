@@ -40,6 +40,7 @@ static _Thread_local Context *current;
 static Launch *launches;
 static int launch_count, retain_count, load_count, attribute_count;
 static int capture_status, max_shared = 227 * 1024, next_failure, fail_launches_with;
+static int capability = 90;
 
 /* For the tests. */
 int fake_launches(void) { return launch_count; }
@@ -50,6 +51,7 @@ int fake_attributes_set(void) { return attribute_count; }
 int fake_current_device(void) { return current ? current->device : -1; }
 void fake_make_current(int device) { current = device < 0 ? NULL : &contexts[device]; }
 void fake_capture(int status) { capture_status = status; }
+void fake_capability(int number) { capability = number; }
 void fake_max_shared(int bytes) { max_shared = bytes; }
 void fake_fail_launches(int code) { fail_launches_with = code; }
 void fake_fail_next_load(int code) { next_failure = code; }
@@ -57,6 +59,7 @@ void fake_reset(void) {
   launch_count = retain_count = load_count = attribute_count = capture_status = 0;
   next_failure = fail_launches_with = 0;
   max_shared = 227 * 1024;
+  capability = 90;
   current = NULL;
 }
 
@@ -86,8 +89,9 @@ int cuDeviceGet(int *device, int ordinal) {
   return ordinal >= 0 && ordinal < DEVICES ? SUCCESS : INVALID_DEVICE;
 }
 int cuDeviceGetAttribute(int *value, int attribute, int device) {
-  *value = max_shared;
-  return attribute == 97 && device < DEVICES ? SUCCESS : INVALID_VALUE;
+  if (attribute != 97 && attribute != 75 && attribute != 76) return INVALID_VALUE;
+  *value = attribute == 97 ? max_shared : attribute == 75 ? capability / 10 : capability % 10;
+  return device < DEVICES ? SUCCESS : INVALID_VALUE;
 }
 int cuDevicePrimaryCtxRetain(Context **context, int device) {
   retain_count++;
@@ -95,6 +99,10 @@ int cuDevicePrimaryCtxRetain(Context **context, int device) {
   return SUCCESS;
 }
 int cuCtxGetCurrent(Context **context) { *context = current; return SUCCESS; }
+int cuCtxGetDevice(int *device) {
+  *device = current ? current->device : 0;
+  return current ? SUCCESS : INVALID_CONTEXT;
+}
 int cuCtxSetCurrent(Context *context) { current = context; return SUCCESS; }
 int cuStreamIsCapturing(void *stream, int *status) {
   (void)stream;
@@ -138,6 +146,10 @@ int cuLibraryGetKernel(Image **kernel, Image *library, const char *entry) {
 }
 int cuKernelGetFunction(Function **function, Image *kernel) { return make_function(function, kernel); }
 int cuFuncLoad(Function *function) { function->loaded = 1; return SUCCESS; }
+int cuCtxGetId(Context *context, unsigned long long *id) {
+  *id = 1000 + (unsigned)context->device;
+  return SUCCESS;
+}
 #endif
 
 int cuModuleLoadData(Image **module, const char *image) {
@@ -186,4 +198,11 @@ int cuLaunchKernelEx(const Config *config, Function *function, void **parameters
     launch->size += (unsigned)size;
   }
   return SUCCESS;
+}
+
+int cuLaunchKernel(Function *function, unsigned x, unsigned y, unsigned z, unsigned threads_x,
+                   unsigned threads_y, unsigned threads_z, unsigned shared, void *stream,
+                   void **parameters, void **extra) {
+  Config config = {{x, y, z}, {threads_x, threads_y, threads_z}, shared, stream, NULL, 0};
+  return cuLaunchKernelEx(&config, function, parameters, extra);
 }

@@ -1,4 +1,4 @@
-"""The names of masks and biases on the command line.
+"""The names of masks and biases, on the command line and in exports.
 
     mask  =  all ("|" all)*           all   =  one ("&" one)*
     one   =  name [arguments]  |  "(" mask ")"
@@ -16,9 +16,9 @@ from typing import Any
 
 from limelight.biases import Bias
 from limelight.errors import invalid
-from limelight.examples import example, kinds
-from limelight.masks import Mask
-from limelight.terms import Term
+from limelight.examples import example, kinds, spelled
+from limelight.masks import And, Mask
+from limelight.terms import Composite, Term
 from limelight.tile import Size
 
 LONGEST = 400  # characters of a text, so that nested parentheses end before Python's stack does
@@ -50,6 +50,25 @@ def parse_term(text: str, size: Size) -> Mask | Bias:
         known = ", ".join([*kinds(Mask), *kinds(Bias)])
         raise invalid("name", found=repr(first[0]), needed=f"one of {known}")
     return parse_mask(text, size)
+
+
+def written(term: Term) -> str:
+    """The text that names a term, whatever the order of its parts, without fields at defaults.
+
+    >>> from limelight import KeyLengths, SlidingWindow
+    >>> written(SlidingWindow(512, 0) & KeyLengths([7]))
+    'key_lengths & sliding_window(left=512, right=0)'
+    """
+    if isinstance(term, Composite):
+        sign = " + " if isinstance(term, Bias) else " & " if isinstance(term, And) else " | "
+        parts = [(written(child), isinstance(child, Composite)) for child in term.children]
+        return sign.join(sorted(f"({text})" if joined else text for text, joined in parts))
+    given = [
+        f"{field.name}={'none' if value is None else value}"
+        for field in fields(term)  # type: ignore[arg-type]
+        if field.name in term.plain_fields and (value := getattr(term, field.name)) != field.default
+    ]
+    return spelled(type(term)) + (f"({', '.join(given)})" if given else "")
 
 
 class _Parser:
