@@ -18,7 +18,8 @@ demo: $(VENV)/ready
 
 test: $(VENV)/ready
 	$(PYTHON) -m pytest -n auto
-	TRITON_INTERPRET=1 $(PYTHON) -m pytest -n auto tests/kernels/test_interpreter.py
+	TRITON_INTERPRET=1 $(PYTHON) -m pytest -n auto tests/kernels/test_interpreter.py \
+		tests/kernels/test_jax_steps.py
 
 compile-matrix: $(MATRIX)/ready
 	PYTHONPATH=tests/kernels $(MATRIX)/bin/python -m compile_matrix $(if $(RECORD),--record)

@@ -25,7 +25,7 @@ from unittest import mock
 import torch
 
 import limelight as ll
-from limelight.kernels import torch_flash
+from limelight.kernels import fused
 from limelight.launcher import compile as compiling
 from limelight.testing import compiled_for, error, oracle
 
@@ -42,7 +42,7 @@ def on_fma() -> AbstractContextManager[Any]:
     stack = ExitStack()
     stack.enter_context(compiled_for(TURING))
     stack.enter_context(mock.patch.object(compiling, "compile_for_tensor_cores", return_value=None))
-    stack.enter_context(mock.patch.object(torch_flash, "_capability", return_value=70))
+    stack.enter_context(mock.patch.object(fused, "capability", return_value=70))
     return stack
 
 

@@ -81,7 +81,7 @@ def test_public_names():
 
 LAYERS = (
     ("errors", "_jit", "_version", "reason"),
-    ("tile", "devices", "tables"),
+    ("tile", "devices", "tables", "namespace"),
     ("terms", "dropout"),
     ("masks", "biases"),
     ("problem", "picture"),
@@ -93,7 +93,7 @@ LAYERS = (
     ("dispatch", "report"),
     ("adapters",),
     ("api",),
-    ("nn", "integrations", "testing", "examples"),
+    ("nn", "integrations", "jax", "testing", "examples"),
     ("grammar",),
     ("export",),
     ("demo",),
@@ -114,6 +114,9 @@ FRAMEWORKS = {"torch", "jax", "triton", "cupy", "numpy", "transformers"}
 AT_HOME = {
     "numpy": (
         "adapters.numpy",
+        "adapters.cupy",
+        "adapters.jax",
+        "kernels.jax_tiled",
         "reference",
         "picture",
         "testing",
@@ -123,8 +126,8 @@ AT_HOME = {
         "examples",
     ),
     "torch": ("adapters.torch", "kernels", "nn", "integrations"),
-    "jax": ("adapters.jax",),
-    "cupy": ("adapters.cupy",),
+    "jax": ("adapters.jax", "kernels", "jax"),
+    "cupy": (),  # by name, as it has no types
     "triton": ("kernels", "export"),
     "transformers": ("integrations",),
 }

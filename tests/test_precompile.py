@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import pytest
 import torch
 from inputs import normal, qkv
@@ -18,12 +20,12 @@ from limelight.launcher import Cache, CaptureError, cache, compile_kernel
 @pytest.fixture
 def kernels(monkeypatch, tmp_path) -> Cache:
     """An empty cache in the place of the process's own."""
-    from limelight.kernels import program, torch_flash
+    from limelight.kernels import program, runner, torch_flash
 
     own = Cache(tmp_path)
     monkeypatch.setattr(program, "default_cache", lambda: own)
-    monkeypatch.setattr(torch_flash, "default_cache", lambda: own)
-    monkeypatch.setattr(torch_flash, "_prepared", type(torch_flash._prepared)())
+    monkeypatch.setattr(runner, "default_cache", lambda: own)
+    monkeypatch.setattr(torch_flash.RUNNER, "_prepared", OrderedDict())
     return own
 
 

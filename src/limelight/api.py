@@ -47,7 +47,7 @@ def attention(
 
     Arguments:
         query: (batch, q_heads, q_len, head_dim), float16, bfloat16, float32 or float64; any
-            strides. A torch tensor or a NumPy array; all other arrays of the same library.
+            strides. A torch tensor, a JAX, CuPy or NumPy array; all others of the same library.
         key: (batch, kv_heads, kv_len, head_dim); q_heads is a multiple of kv_heads, and
             consecutive query heads share a head of keys and values.
         value: (batch, kv_heads, kv_len, value_dim).

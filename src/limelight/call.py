@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from limelight.biases import Bias
 from limelight.masks import Mask
 from limelight.problem import Problem
-from limelight.tile import Positions, Size
+from limelight.tile import Positions, Size, device_of
 
 
 class Gradients(NamedTuple):
@@ -71,7 +71,7 @@ class Call:
             xp,
             size=self.size,
             dtype=dtype,
-            device=self.query.device,
+            device=device_of(self.query),
             query_start=self.query_start,
             query=xp.astype(self.query, dtype) if reads_query else None,
             scale=self.scale,

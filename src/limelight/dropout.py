@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from limelight.tile import Tile
+from limelight.tile import Tile, device_of
 
 _ROUND_A, _ROUND_B = 0xD2511F53, 0xCD9E8D57
 _KEY_A, _KEY_B = 0x9E3779B9, 0xBB67AE85
@@ -49,16 +49,56 @@ def philox(counter: tuple[Any, Any, Any, Any], seed: Any) -> tuple[Any, Any, Any
     return c0, c1, c2, c3
 
 
+def philox_32(counter: tuple[Any, Any, Any, Any], seed: Any, xp: Any) -> tuple[Any, ...]:
+    """The same in uint32 arrays, for a library without 64-bit integers.
+
+    counter: four integer arrays. seed: a number, or an integer array of up to 32 bits.
+    """
+
+    def word(number: int) -> Any:
+        return xp.asarray(number & _LOW, dtype=xp.uint32)
+
+    def product(factor: Any, constant: int) -> tuple[Any, Any]:
+        """The high and the low word, from products of 16 bits by 16."""
+        high, low = factor >> 16, factor & 0xFFFF
+        one = high * (constant & 0xFFFF) + (low * (constant & 0xFFFF) >> 16)
+        two = low * (constant >> 16) + (one & 0xFFFF)
+        return high * (constant >> 16) + (one >> 16) + (two >> 16), factor * word(constant)
+
+    if isinstance(seed, int):
+        k0, k1 = word(seed), word(seed >> 32)
+    else:
+        k0 = xp.astype(seed, xp.uint32)
+        k1 = xp.where(seed < 0, word(_LOW), word(0))
+    c0, c1, c2, c3 = (xp.astype(each, xp.uint32) for each in counter)
+    for _ in range(10):
+        high_a, low_a = product(c0, _ROUND_A)
+        high_b, low_b = product(c2, _ROUND_B)
+        c0, c1, c2, c3 = high_b ^ c1 ^ k0, low_b, high_a ^ c3 ^ k1, low_a
+        k0, k1 = k0 + word(_KEY_A), k1 + word(_KEY_B)
+    return c0, c1, c2, c3
+
+
 def dropped(at: Tile, seed: Any, dropout_p: float, xp: Any) -> Any:
     """Booleans [batch, heads, rows, keys] of a tile: True where the weight is dropped."""
-    start, stop = at.k_start, at.k_stop
+    start, count = at.k_start, at.k_pos.shape[3]
     first = start // 4
-    group = xp.arange(first, (stop + 3) // 4, dtype=xp.int64, device=at.k_pos.device)
-    words = philox((group, at.row, at.head, at.batch), seed)
-    limit = threshold(dropout_p)
+    groups = (start + count + 3) // 4 - first if isinstance(start, int) else count // 4 + 2
+    group = first + xp.arange(groups, dtype=xp.int64, device=device_of(at.k_pos))
+    counter = (group, at.row, at.head, at.batch)
+    limit: Any = threshold(dropout_p)
+    if str(group.dtype) == "int32":  # JAX, unless it is told to use more bits
+        words = philox_32(counter, seed, xp)
+        # Where everything is dropped, what survives is multiplied by 0 besides.
+        limit = xp.asarray(min(limit, _LOW), dtype=xp.uint32)
+    else:
+        words = philox(counter, seed)
     each = xp.stack([word < limit for word in words], axis=-1)  # [B, H, M, groups, 4]
-    each = xp.reshape(each, (*each.shape[:3], 4 * group.shape[0]))
-    return each[..., start - 4 * first : stop - 4 * first]
+    each = xp.reshape(each, (*each.shape[:3], 4 * groups))
+    begin = start - 4 * first
+    if isinstance(start, int):
+        return each[..., begin : begin + count]
+    return xp.take(each, begin + xp.arange(count), axis=-1)
 
 
 def threshold(dropout_p: float) -> int:

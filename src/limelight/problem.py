@@ -52,6 +52,18 @@ class Layout:
         row_bytes = ITEM_BYTES.get(dtype, 1) * shape[-1] if shape else 16
         return cls(shape, tuple(reversed(strides)), dtype, math.gcd(row_bytes, 16) or 16)
 
+    @classmethod
+    def heads_last(cls, shape: tuple[int, ...], dtype: str) -> Layout:
+        """(batch, heads, length, dim) that lies in memory as (batch, length, heads, dim)."""
+        batch, heads, length, dim = shape
+        own = cls.contiguous((batch, length, heads, dim), dtype)
+        outer, row, head, last = own.strides
+        return cls(shape, (outer, head, row, last), dtype, own.alignment)
+
+    @property
+    def is_contiguous(self) -> bool:
+        return self.strides == Layout.contiguous(self.shape, self.dtype).strides
+
     @property
     def unit_stride(self) -> bool:
         """Whether the elements of a row lie side by side."""
@@ -69,7 +81,7 @@ class Problem:
     mask, bias: the call's own, with a Layout in the place of each tensor.
     gradients: names of what a gradient is wanted for: "query", "key", "value", "sinks" and, for the
         n-th tensor of the bias, "bias.n".
-    library: the array library ("torch", "numpy"), with its version.
+    library: the array library ("torch", "jax", "cupy", "numpy"), with its version.
     triton_version: None where Triton is not installed; "" where that is not known.
     allow_tf32: whether the library's switch lets float32 products round to TF32.
     cudnn_version: the cuDNN that the library has loaded, 91900 for 9.19.0; None where that is not

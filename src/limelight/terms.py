@@ -26,6 +26,10 @@ class Term:
 
     tensor_fields: ClassVar[tuple[str, ...]] = ()
     plain_fields: ClassVar[tuple[str, ...]] = ()
+    # Of each tensor field, with how many dimensions its first one is the batch; 0 for never. Where
+    # that is not said, calls under jax.vmap run in turn. shares_batch: that dimension may be 1.
+    batch_dimensions: ClassVar[tuple[int, ...] | None] = None
+    shares_batch: ClassVar[bool] = False
     argument: ClassVar[str]  # "mask" or "bias": what error messages call it
     kinds: ClassVar[dict[str, type[Term]]] = {}
     kind: ClassVar[str]  # what `spec` calls the class

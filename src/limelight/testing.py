@@ -163,7 +163,7 @@ def compiled_for(target: tuple[int, int]) -> Iterator[None]:
     """
     from limelight.adapters.torch.adapter import ADAPTER
     from limelight.adapters.torch.shortcuts import Shortcuts
-    from limelight.kernels import program, torch_flash
+    from limelight.kernels import fused, program, runner, torch_flash
     from limelight.launcher import Cache, Kernel, cache
 
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
@@ -171,11 +171,11 @@ def compiled_for(target: tuple[int, int]) -> Iterator[None]:
         for owner, name, replacement in (
             (cache, "Kernel", partial(Kernel, from_ptx=True)),
             (program, "default_cache", lambda: own),
-            (torch_flash, "default_cache", lambda: own),
-            (torch_flash, "_prepared", OrderedDict()),
+            (runner, "default_cache", lambda: own),
+            (torch_flash.RUNNER, "_prepared", OrderedDict()),
             (ADAPTER, "_choices", {}),
             (ADAPTER, "_shortcuts", Shortcuts()),
-            (torch_flash, "_target", lambda call: target),
+            (fused, "target", lambda call: target),
         ):
             stack.enter_context(mock.patch.object(owner, name, replacement))
         yield

@@ -6,6 +6,7 @@ bias is written once, elementwise, whatever the tile's size.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -20,10 +21,16 @@ class Size(NamedTuple):
     kv_len: int
 
 
+def device_of(array: Any) -> Any:
+    """Where an array lies, for another to be made there; None while JAX traces: where it runs."""
+    return getattr(array, "device", None)
+
+
 def on_host(array: Any) -> bool:
     """Whether reading this array's values is free: a device is never waited for."""
-    device = getattr(array, "device", "cpu")
-    return str(device) == "cpu"
+    device = device_of(array)
+    # NumPy's arrays of before 2.0 have no device either.
+    return str(device) == "cpu" if device is not None else hasattr(array, "__array_interface__")
 
 
 class TileState(IntEnum):
@@ -41,13 +48,14 @@ class Tile:
     Index arrays (integers): `batch` [B, 1, 1, 1], `head` [1, H, 1, 1] (query heads), `row`
     [1, 1, M, 1] (index i of a query in its tensor), `q_pos` [B or 1, 1, M, 1] (`query_start + i`),
     `k_pos` [1, 1, 1, N]. `dtype` is that of the scores (float32 or float64): compute in it, as
-    positions are too long for half precision.
+    positions are too long for half precision. `rows` and `keys` are arrays of indices where only
+    the device knows the first one.
     """
 
     batches: slice
     heads: slice
-    rows: slice
-    keys: slice
+    rows: Any
+    keys: Any
     dtype: Any
     batch: Any
     head: Any
@@ -64,23 +72,31 @@ class Tile:
     scale: float = 1.0
 
     @property
-    def k_start(self) -> int:
-        return self.keys.start
+    def k_start(self) -> Any:
+        return self.keys.start if isinstance(self.keys, slice) else self.keys[0]
 
     @property
-    def k_stop(self) -> int:
-        return self.keys.stop
+    def k_stop(self) -> Any:
+        return self.keys.stop if isinstance(self.keys, slice) else self.keys[-1] + 1
+
+    @property
+    def row_stop(self) -> Any:
+        return self.rows.stop if isinstance(self.rows, slice) else self.rows[-1] + 1
 
     def take(self, tensor: Any) -> Any:
         """This tile's part of a tensor that broadcasts to (batch, q_heads, q_len, kv_len)."""
         tensor = tensor[(None,) * (4 - len(tensor.shape))]
-        window = (self.batches, self.heads, self.rows, self.keys)
-        return tensor[
-            tuple(
-                slice(None) if size == 1 else part
-                for size, part in zip(tensor.shape, window, strict=True)
-            )
-        ]
+        return tensor[self.window(tensor.shape)]
+
+    def window(self, shape: Sequence[int]) -> tuple[Any, ...]:
+        """The index of that part, for a tensor of two to four dimensions as it is."""
+        rows, keys = self.rows, self.keys
+        if not isinstance(rows, slice) and shape[-1] != 1:
+            rows = rows[:, None]  # two arrays of indices are taken together
+        parts = (self.batches, self.heads, rows, keys)[4 - len(shape) :]
+        return tuple(
+            slice(None) if size == 1 else part for size, part in zip(shape, parts, strict=True)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,9 +158,12 @@ class Positions:
             scale=scale,
         )
 
-    def tile(self, batches: slice, heads: slice, rows: slice, keys: slice) -> Tile:
-        """The tile at these ranges; each slice has a start and a stop."""
-        if self.starts is None:
+    def tile(self, batches: slice, heads: slice, rows: Any, keys: Any) -> Tile:
+        """The tile at these ranges; each slice has a start and a stop.
+
+        rows and keys may also be arrays of indices, each one after another.
+        """
+        if self.starts is None or not isinstance(rows, slice):
             q_start = q_stop = None
         elif isinstance(self.starts, int):
             q_start, q_stop = self.starts + rows.start, self.starts + rows.stop

@@ -8,13 +8,17 @@ from typing import Any
 from limelight.adapters.base import Adapter
 from limelight.errors import invalid_type
 
-_SUPPORTED = "a torch tensor or a NumPy array"
+_SUPPORTED = "a torch tensor, a JAX, CuPy or NumPy array"
 
 
 def adapter_for(library: str) -> Adapter:
     """The adapter for a problem's library. Raises ModuleNotFoundError without the library."""
     if library == "torch":
         from limelight.adapters.torch.adapter import ADAPTER
+    elif library == "jax":
+        from limelight.adapters.jax.adapter import ADAPTER
+    elif library == "cupy":
+        from limelight.adapters.cupy import ADAPTER
     else:
         from limelight.adapters.numpy import ADAPTER
 
@@ -36,6 +40,16 @@ def _adapter_of(query: Any) -> Adapter:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(query, torch.Tensor):
         from limelight.adapters.torch.adapter import ADAPTER
+
+        return ADAPTER
+    jax = sys.modules.get("jax")
+    if jax is not None and isinstance(query, jax.Array):
+        from limelight.adapters.jax.adapter import ADAPTER
+
+        return ADAPTER
+    cupy = sys.modules.get("cupy")
+    if cupy is not None and isinstance(query, cupy.ndarray):
+        from limelight.adapters.cupy import ADAPTER
 
         return ADAPTER
     numpy = sys.modules.get("numpy")

@@ -16,6 +16,7 @@ from limelight.call import Call, Gradients
 from limelight.devices import Device
 from limelight.dispatch import KNOWN, Choice, allowed, choose, note
 from limelight.errors import invalid, invalid_type, is_integer
+from limelight.namespace import namespace
 from limelight.problem import Layout, Problem, check_kinds
 from limelight.terms import Term
 
@@ -265,10 +266,8 @@ class Adapter:
         if self.is_array(a.query_start):
             return a.query_start
         # "end" with a length for each batch element.
-        from array_api_compat import array_namespace
-
         lengths = a.mask.key_lengths()
-        xp = array_namespace(lengths[0])
+        xp = namespace(lengths[0])
         counted = [xp.clip(xp.astype(each, xp.int64), 0, problem.kv_len) for each in lengths]
         return reduce(xp.minimum, counted) - problem.q_len
 

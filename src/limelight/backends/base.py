@@ -18,6 +18,8 @@ from limelight.problem import Problem
 from limelight.reason import Reason as Reason
 from limelight.tuning import TileConfig
 
+_ARRAYS = {"torch": "PyTorch tensors", "jax": "JAX arrays", "cupy": "CuPy arrays"}
+
 
 class Backend:
     """One way to run a problem. Stateless."""
@@ -74,14 +76,23 @@ class Backend:
         raise NotImplementedError
 
 
-def fused_reasons(problem: Problem) -> list[Reason]:
-    """What speaks against every one of our own kernels for GPUs."""
+def fused_reasons(problem: Problem, libraries: tuple[str, ...] = ("torch",)) -> list[Reason]:
+    """What speaks against every one of our own kernels for GPUs.
+
+    libraries: whose arrays the backend takes.
+    """
     p = problem
+    taken = [_ARRAYS[library] for library in libraries]
     masks = p.mask.parts() if p.mask is not None else ()
     biases = p.bias.parts() if p.bias is not None else ()
     bare = [part for part in (*masks, *biases) if _is_bare(type(part))]
     rules = (
-        (p.library != "torch", "runs on PyTorch tensors", p.library, "pass torch tensors"),
+        (
+            p.library not in libraries,
+            f"runs on {', '.join(taken)}",
+            p.library,
+            f"pass {' or '.join(taken)}",
+        ),
         (p.device.kind != "cuda", "runs on NVIDIA GPUs", p.device, "move the tensors to one"),
         (
             p.triton_version is None,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 from limelight.backends.base import Backend, Reason, fused_reasons
@@ -16,6 +17,8 @@ from limelight.problem import Problem
 from limelight.tuning import TileConfig
 
 DTYPES = ("float16", "bfloat16", "float32")
+# The kernels on each library's arrays: a module of `kernels/`.
+_LIBRARIES = {"torch": "torch_flash", "jax": "jax_flash", "cupy": "cupy_flash"}
 
 
 class Flash(Backend):
@@ -47,7 +50,7 @@ class Flash(Backend):
             ),
         )
         own = [Reason(rule, str(found), lift) for against, rule, found, lift in rules if against]
-        return fused_reasons(problem) + own
+        return fused_reasons(problem, tuple(_LIBRARIES)) + own
 
     def config(self, problem: Problem) -> TileConfig | None:
         from limelight.kernels import configs
@@ -68,24 +71,21 @@ class Flash(Backend):
         return TileConfig(found.rows, found.keys, found.source)
 
     def precompile(self, call: Call) -> None:
-        from limelight.kernels import torch_flash
-
-        torch_flash.precompile(call)
+        _kernels(call.problem.library).precompile(call)
 
     def forward(self, call: Call) -> tuple[Any, Any]:
-        return _kernels().forward(call)
+        return _kernels(call.problem.library).forward(call)
 
     def shortcut(self, call: Call) -> Callable[[Any, Any, Any], Any]:
-        return _kernels().shortcut(call)
+        return _kernels(call.problem.library).shortcut(call)
 
     def backward(
         self, call: Call, out: Any, lse: Any, d_out: Any, d_lse: Any, wanted: Gradients
     ) -> Gradients:
-        return _kernels().backward(call, out, lse, d_out, d_lse, wanted)
+        kernels = _kernels(call.problem.library)
+        return kernels.backward(call, out, lse, d_out, d_lse, wanted)
 
 
 @cache
-def _kernels() -> Any:
-    from limelight.kernels import torch_flash  # takes torch and Triton along
-
-    return torch_flash
+def _kernels(library: str) -> Any:
+    return import_module(f"limelight.kernels.{_LIBRARIES[library]}")  # takes Triton along

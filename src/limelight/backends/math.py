@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 
 from limelight import dropout
 from limelight.backends.base import Backend, Reason
+from limelight.biases.base import Accumulator
 from limelight.call import Call, Gradients
+from limelight.namespace import namespace
 from limelight.problem import Problem
 from limelight.tile import Tile
 
@@ -36,7 +38,7 @@ class Math(Backend):
         return []
 
     def forward(self, call: Call) -> tuple[Any, Any]:
-        xp = _namespace(call.query)
+        xp = namespace(call.query)
         dense = _dense(call, xp)
         probs, lse, _ = _softmax(dense, call, xp)
         if dense.kept is not None:
@@ -46,7 +48,7 @@ class Math(Backend):
     def backward(
         self, call: Call, out: Any, lse: Any, d_out: Any, d_lse: Any, wanted: Gradients
     ) -> Gradients:
-        xp = _namespace(call.query)
+        xp = namespace(call.query)
         dense = _dense(call, xp)
         dtype = dense.at.dtype
         # Anew rather than from the LSE, which has no digits left where scores are huge.
@@ -69,11 +71,12 @@ class Math(Backend):
 
         d_bias = [None] * len(wanted.bias)
         if call.bias is not None and any(wanted.bias):
-            d_bias = [
-                xp.zeros_like(tensor, dtype=dtype) if want else None
+            sums = [
+                Accumulator(xp.zeros_like(tensor, dtype=dtype)) if want else None
                 for tensor, want in zip(call.bias.tensors(), wanted.bias, strict=True)
             ]
-            call.bias.fold(d_scores, at, xp, d_bias)
+            call.bias.fold(d_scores, at, xp, sums)
+            d_bias = [None if each is None else each.value for each in sums]
         d_sinks = None
         if wanted.sinks:
             d_sinks = -xp.sum(sink_probs * delta, axis=(0, 2))
@@ -101,12 +104,6 @@ class Math(Backend):
                 )
             ),
         )
-
-
-def _namespace(array: Any) -> Any:
-    from array_api_compat import array_namespace
-
-    return array_namespace(array)
 
 
 def _dense(call: Call, xp: Any) -> _Dense:

@@ -37,6 +37,7 @@ class ALiBi(Bias):
     slopes: Any = None
 
     tensor_fields: ClassVar[tuple[str, ...]] = ("slopes",)
+    batch_dimensions: ClassVar[tuple[int, ...] | None] = (2,)
     gradient: ClassVar[GradientKind | None] = "head"
 
     @staticmethod

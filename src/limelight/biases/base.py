@@ -80,7 +80,8 @@ class Bias(Term):
         """Adds this tile's part to the gradients of the tensors, in the order of `tensors()`.
 
         d_scores: [batch, heads, rows, keys] of the tile, float32 or float64. gradients: one
-        accumulator per tensor, of its shape; None where no gradient is wanted. In place.
+        accumulator per tensor, of its shape, or None where no gradient is wanted. It adds by
+        `gradient[index] += part` and by nothing else, as it may be an `Accumulator`.
         """
         raise NotImplementedError(f"{type(self).__name__} does not define fold(...)")
 
@@ -104,6 +105,26 @@ class Bias(Term):
         if not isinstance(other, Bias):
             raise invalid_type("bias", found=type(other).__name__, needed="another limelight bias")
         return Sum.joined(self, other)
+
+
+class Accumulator:
+    """A gradient that tiles add to, over an array that may never change itself, as JAX's."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.value.shape
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.value[index]
+
+    def __setitem__(self, index: Any, part: Any) -> None:
+        if hasattr(self.value, "at"):
+            self.value = self.value.at[index].set(part)
+        else:
+            self.value[index] = part
 
 
 @dataclass(frozen=True)

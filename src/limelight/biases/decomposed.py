@@ -22,7 +22,7 @@ from limelight._jit import jit, tl
 from limelight.biases.base import Bias, GradientKind
 from limelight.errors import invalid, invalid_type, is_integer
 from limelight.terms import check_dtype
-from limelight.tile import Size, Tile
+from limelight.tile import Size, Tile, device_of
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class DecomposedBias(Bias):
     first_key: int = 0
 
     tensor_fields: ClassVar[tuple[str, ...]] = ("rel_h", "rel_w")
+    batch_dimensions: ClassVar[tuple[int, ...] | None] = (4, 4)
     plain_fields: ClassVar[tuple[str, ...]] = ("first_key",)
     multiplies: ClassVar[bool] = True
     upright: ClassVar[bool] = True
@@ -86,7 +87,7 @@ class DecomposedBias(Bias):
         line, column, inside = self._places(at, xp)
         for place, gradient in zip((line, column), gradients, strict=True):
             if gradient is not None:
-                every = xp.arange(gradient.shape[3], device=place.device)
+                every = xp.arange(gradient.shape[3], device=device_of(place))
                 keys_there = (place[:, None] == every[None, :]) & inside[:, None]  # [N, places]
                 part = xp.matmul(d_scores, xp.astype(keys_there, d_scores.dtype))
                 gradient[at.batches, at.heads, at.rows] += part

@@ -31,6 +31,8 @@ class DenseBias(Bias):
     tensor: Any
 
     tensor_fields: ClassVar[tuple[str, ...]] = ("tensor",)
+    batch_dimensions: ClassVar[tuple[int, ...] | None] = (4,)
+    shares_batch: ClassVar[bool] = True
     may_hide: ClassVar[bool] = True
     upright: ClassVar[bool] = True
     gradient: ClassVar[GradientKind | None] = "dense"
@@ -44,11 +46,12 @@ class DenseBias(Bias):
 
     def fold(self, d_scores: Any, at: Tile, xp: Any, gradients: list[Any]) -> None:
         (gradient,) = gradients
-        part = at.take(gradient)
-        broadcast = tuple(axis for axis in range(4) if part.shape[axis] == 1)
+        shape = (*([1] * (4 - len(gradient.shape))), *gradient.shape)
+        broadcast = tuple(axis for axis in range(4) if shape[axis] == 1)
         if broadcast:
             d_scores = xp.sum(d_scores, axis=broadcast, keepdims=True)
-        part += d_scores
+        part = xp.reshape(d_scores, d_scores.shape[4 - len(gradient.shape) :])
+        gradient[at.window(gradient.shape)] += part
 
     def on_device(self) -> NamedTuple:
         return _OnDevice(_fragment, self.tensor, *broadcast_strides(self.tensor))

@@ -34,7 +34,7 @@ from limelight._jit import jit, tl
 from limelight.biases.base import Bias, GradientKind
 from limelight.errors import invalid, invalid_type, is_integer
 from limelight.terms import check_dtype, check_offset
-from limelight.tile import Size, Tile
+from limelight.tile import Size, Tile, device_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -97,7 +97,7 @@ class _RelativeKeys(Bias):
     def values(self, at: Tile, xp: Any) -> Any:
         rows, keys = at.row.shape[2], at.k_pos.shape[3]
         if 0 in (rows, keys):
-            return xp.zeros((1, 1, rows, keys), dtype=at.dtype, device=at.k_pos.device)
+            return xp.zeros((1, 1, rows, keys), dtype=at.dtype, device=device_of(at.k_pos))
         band = self._band(at, xp)
         products = xp.matmul(at.query, xp.matrix_transpose(band.keys))  # [B, H, M, W]
         if band.scores is not None:
@@ -111,13 +111,12 @@ class _RelativeKeys(Bias):
         first = self._band(at, xp).first
         d_table, *d_position_scores = gradients
         if d_table is not None:
-            by_head = d_table if len(d_table.shape) == 3 else d_table[None]
             part = xp.matmul(xp.matrix_transpose(d_products), at.query)  # [B, H, W, D]
-            _add_band(_of_heads(by_head, at), part, first, xp)
+            _add_band(d_table, part, first, at, xp)
         for gradient in d_position_scores:
             if gradient is not None:
                 part = xp.sum(d_products, axis=2)  # [B, H, W]
-                _add_band(_of_heads(gradient, at), part, first, xp)
+                _add_band(gradient, part, first, at, xp)
 
     def fold_query(self, d_scores: Any, at: Tile, xp: Any) -> Any:
         if 0 in d_scores.shape:
@@ -151,8 +150,8 @@ class _RelativeKeys(Bias):
         table, scores = self._table(), self._scores()
         table = table if len(table.shape) == 3 else table[None]
         start = (at.q_pos - at.row)[:, 0, 0, 0]  # [B or 1], the position of query 0
-        first = at.keys.start - (at.rows.stop - 1) - start - self._first()
-        place = first[:, None] + xp.arange(rows + keys, device=at.k_pos.device)  # [B or 1, W]
+        first = at.k_start - (at.row_stop - 1) - start - self._first()
+        place = first[:, None] + xp.arange(rows + keys, device=device_of(at.k_pos))  # [B or 1, W]
         place = xp.clip(place, 0, table.shape[1] - 1)
 
         def taken(entries: Any) -> Any:
@@ -179,6 +178,7 @@ class ShawRelative(_RelativeKeys):
     first: int | None = None
 
     tensor_fields: ClassVar[tuple[str, ...]] = ("key_table",)
+    batch_dimensions: ClassVar[tuple[int, ...] | None] = (0,)
     plain_fields: ClassVar[tuple[str, ...]] = ("first",)
 
     def check(self, size: Size) -> None:
@@ -205,6 +205,7 @@ class TransformerXLBias(_RelativeKeys):
     first: int | None = None
 
     tensor_fields: ClassVar[tuple[str, ...]] = ("position_keys", "position_scores")
+    batch_dimensions: ClassVar[tuple[int, ...] | None] = (0, 0)
     plain_fields: ClassVar[tuple[str, ...]] = ("first",)
 
     @classmethod
@@ -277,7 +278,7 @@ def _unshifted(d_scores: Any, xp: Any) -> Any:
     *lead, rows, keys = d_scores.shape
 
     def zeros(*shape: int) -> Any:
-        return xp.zeros((*lead, *shape), dtype=d_scores.dtype, device=d_scores.device)
+        return xp.zeros((*lead, *shape), dtype=d_scores.dtype, device=device_of(d_scores))
 
     wide = xp.concat([d_scores, zeros(rows, rows - 1)], axis=-1)
     flat = xp.reshape(wide, (*lead, rows * (rows + keys - 1)))
@@ -285,28 +286,34 @@ def _unshifted(d_scores: Any, xp: Any) -> Any:
     return xp.reshape(flat, (*lead, rows, rows + keys))
 
 
-def _add_band(target: Any, part: Any, first: Any, xp: Any) -> None:
-    """Adds a band's gradients [B, H, W, ...] to the entries [H or 1, n, ...] that it took."""
-    if target.shape[0] == 1:
-        part = xp.sum(part, axis=1, keepdims=True)
+def _add_band(gradient: Any, part: Any, first: Any, at: Tile, xp: Any) -> None:
+    """Adds a band's gradients [B, H, W, ...] to the entries [n, ...] or [H or 1, n, ...] that it
+    took."""
+    lead: tuple[Any, ...] = ()
+    if len(gradient.shape) == len(part.shape) - 1:
+        lead = (at.heads if gradient.shape[0] > 1 else slice(None),)
+    if not lead or gradient.shape[0] == 1:
+        part = xp.sum(part, axis=1, keepdims=bool(lead))
     if first.shape[0] == 1:
         part = xp.sum(part, axis=0, keepdims=True)
-    entries, width = target.shape[1], part.shape[2]
+    axis = len(lead)
+    entries, width = gradient.shape[axis], part.shape[axis + 1]
     taken = min(entries, width)
-    along = (-1, *[1] * (len(part.shape) - 3))
-    w = xp.arange(width, device=first.device)
+    along = (-1, *[1] * (len(part.shape) - axis - 2))
+    w = xp.arange(width, device=device_of(first))
     for b in range(first.shape[0]):
         # Each entry between the ends once, so that nothing is lost where an index repeats.
         start = xp.clip(first[b], 0, entries - taken)
-        place = start + xp.arange(taken, device=first.device)
+        place = start + xp.arange(taken, device=device_of(first))
         source = place - first[b]
         there = (source >= 0) & (source < width)
-        moved = xp.take(part[b], xp.clip(source, 0, width - 1), axis=1)
-        target[:, place] += xp.where(xp.reshape(there, along), moved, xp.zeros_like(moved))
+        moved = xp.take(part[b], xp.clip(source, 0, width - 1), axis=axis)
+        moved = xp.where(xp.reshape(there, along), moved, xp.zeros_like(moved))
+        gradient[(*lead, place)] += moved
         place = first[b] + w
         for end, hits in ((0, place < 0), (entries - 1, place >= entries)):
             clipped = xp.where(xp.reshape(hits, along), part[b], xp.zeros_like(part[b]))
-            target[:, end] += xp.sum(clipped, axis=1)
+            gradient[(*lead, end)] += xp.sum(clipped, axis=axis)
 
 
 # On the device a tile has at most as many rows as keys, N. Its band has two halves of N offsets,

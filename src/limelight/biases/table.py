@@ -8,7 +8,7 @@ from limelight._jit import jit, tl
 from limelight.biases.base import Bias, GradientKind
 from limelight.errors import invalid
 from limelight.terms import check_dtype
-from limelight.tile import Size, Tile, on_host
+from limelight.tile import Size, Tile, device_of, on_host
 
 
 class TableBias(Bias):
@@ -23,6 +23,7 @@ class TableBias(Bias):
     table: Any
 
     tensor_fields: ClassVar[tuple[str, ...]] = ("table",)
+    batch_dimensions: ClassVar[tuple[int, ...] | None] = (0,)
     gradient: ClassVar[GradientKind | None] = "offset"
     heads_last: ClassVar[bool] = False
 
@@ -64,16 +65,20 @@ class TableBias(Bias):
         return xp.permute_dims(xp.reshape(found, (rows.shape[0], batch, *tile)), (1, 0, 2, 3))
 
     def fold(self, d_scores: Any, at: Tile, xp: Any, gradients: list[Any]) -> None:
-        total = self.by_head(gradients[0])
+        (gradient,) = gradients
+        heads, entries = gradient.shape[::-1] if self.heads_last else gradient.shape
         entry = self.entries(at, xp)
         if entry.shape[0] == 1:
             d_scores = xp.sum(d_scores, axis=0, keepdims=True)
-        if total.shape[0] == 1:
+        if heads == 1:
             d_scores = xp.sum(d_scores, axis=1, keepdims=True)
+        by_head = xp.reshape(xp.permute_dims(d_scores, (1, 0, 2, 3)), (d_scores.shape[1], -1))
+        sums = _sums(xp.reshape(entry, (-1,)), by_head, entries, xp)
+        own_heads = slice(None) if heads == 1 else at.heads
+        if self.heads_last:
+            gradient[:, own_heads] += sums.T
         else:
-            total = total[at.heads]
-        by_head = xp.reshape(xp.permute_dims(d_scores, (1, 0, 2, 3)), (total.shape[0], -1))
-        _add_at(total, xp.reshape(entry, (-1,)), by_head, xp)
+            gradient[own_heads] += sums
 
     def on_device(self) -> NamedTuple:
         return _OnDevice(_offset_fragment, _entry, self.table, *self.device_strides(), self.rule())
@@ -107,12 +112,17 @@ def _entry(offset, own):
     return own.rule.entry(offset, own.rule)
 
 
-def _add_at(total: Any, index: Any, values: Any, xp: Any) -> None:
-    """total [H, n] at index [k] += values [H, k]; what shares one is added in a fixed order."""
-    if not hasattr(total, "scatter_add_"):  # NumPy
+def _sums(index: Any, values: Any, count: int, xp: Any) -> Any:
+    """[H, count]: of values [H, k] those that share an index [k], added in a fixed order."""
+    device = device_of(values)
+    total = xp.zeros((values.shape[0], count), dtype=values.dtype, device=device)
+    if hasattr(total, "at"):  # JAX
+        return total.at[:, index].add(values)
+    if not hasattr(total, "scatter_add_"):  # NumPy, CuPy
         xp.add.at(total, (slice(None), index), values)
     elif on_host(total):
         total.scatter_add_(1, index.expand_as(values), values)
     else:  # the other adds in any order there
-        heads = xp.arange(total.shape[0], device=total.device)[:, None]
+        heads = xp.arange(total.shape[0], device=device)[:, None]
         total.index_put_((heads, index), values, accumulate=True)
+    return total

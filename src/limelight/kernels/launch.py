@@ -22,7 +22,18 @@ POINTER_TYPES = {
     "int32": "*i32",
     "int64": "*i64",
 }
-ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+ITEM_BYTES = {
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float64": 8,
+    "bool": 1,
+    "uint8": 1,
+    "int8": 1,
+    "int16": 2,
+    "int32": 4,
+    "int64": 8,
+}
 
 
 @dataclass(frozen=True, slots=True)

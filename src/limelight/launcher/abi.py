@@ -79,6 +79,21 @@ class Resources:
         return cls(registers, stack, tuple(layout[ordinal] for ordinal in sorted(layout)))
 
 
+def reordered(ptx: str, order: Sequence[int]) -> str:
+    """PTX whose kernel takes its parameters in another order: the body knows them by their names.
+
+    order: the parameter that comes first, the one that comes second, and so on.
+    """
+    head = re.search(r"(\.entry\s+\w+\()(.*?)(\n\))", ptx, re.DOTALL)
+    if head is None:
+        raise AbiError("the PTX holds no kernel")
+    parameters = head[2].split(",")
+    if sorted(order) != list(range(len(parameters))):
+        raise AbiError(f"found the order {order} for {len(parameters)} parameters")
+    moved = ",".join([parameters[index] for index in order])
+    return f"{ptx[: head.start(2)]}{moved}{ptx[head.end(2) :]}"
+
+
 def struct_format(parameters: Sequence[Parameter]) -> str:
     """How the parameters and the two scratch pointers lie in memory, for `struct`."""
     return "@" + "".join(each.code for each in parameters) + "Q" * SCRATCH_POINTERS

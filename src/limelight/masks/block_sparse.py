@@ -41,6 +41,8 @@ class BlockSparse(Mask):
     kv_block: int = 128
 
     tensor_fields: ClassVar[tuple[str, ...]] = ("block_mask",)
+    batch_dimensions: ClassVar[tuple[int, ...] | None] = (4,)
+    shares_batch: ClassVar[bool] = True
     plain_fields: ClassVar[tuple[str, ...]] = ("q_block", "kv_block")
 
     def __post_init__(self) -> None:

@@ -31,6 +31,8 @@ class DenseMask(Mask):
     tensor: Any
 
     tensor_fields: ClassVar[tuple[str, ...]] = ("tensor",)
+    batch_dimensions: ClassVar[tuple[int, ...] | None] = (4,)
+    shares_batch: ClassVar[bool] = True
 
     def check(self, size: Size) -> None:
         check_dtype("mask DenseMask tensor", self.tensor, "bool")

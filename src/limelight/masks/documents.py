@@ -37,6 +37,7 @@ class Documents(Mask):
     query_ids: Any = None
 
     tensor_fields: ClassVar[tuple[str, ...]] = ("ids", "query_ids")
+    batch_dimensions: ClassVar[tuple[int, ...] | None] = (2, 2)
 
     def check(self, size: Size) -> None:
         self._check_ids("ids", self.ids, size.batch, size.kv_len)

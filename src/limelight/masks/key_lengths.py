@@ -32,6 +32,7 @@ class KeyLengths(Mask):
     lengths: Any
 
     tensor_fields: ClassVar[tuple[str, ...]] = ("lengths",)
+    batch_dimensions: ClassVar[tuple[int, ...] | None] = (1,)
     gaps: ClassVar[bool] = False
 
     def check(self, size: Size) -> None:

@@ -42,6 +42,7 @@ class Packed(Mask):
     query_cu_seqlens: Any = None
 
     tensor_fields: ClassVar[tuple[str, ...]] = ("cu_seqlens", "query_cu_seqlens")
+    batch_dimensions: ClassVar[tuple[int, ...] | None] = (2, 2)
 
     def check(self, size: Size) -> None:
         documents = self._check_bounds("cu_seqlens", self.cu_seqlens, size.batch)

@@ -38,6 +38,7 @@ class PrefixLM(Mask):
     ordered: ClassVar[bool] = True
     gaps: ClassVar[bool] = False
     tensor_fields: ClassVar[tuple[str, ...]] = ("prefix_lengths",)
+    batch_dimensions: ClassVar[tuple[int, ...] | None] = (1,)
     plain_fields: ClassVar[tuple[str, ...]] = ("prefix_length",)
 
     def __post_init__(self) -> None:
