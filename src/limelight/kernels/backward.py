@@ -274,7 +274,7 @@ def query_gradient(
         q_tile, d_out_tile, shift, delta, row, first_row, stop_row, keys, matrix, masks, biases,
         seed, numbers, options, adding, HEAD_DIM, VALUE_DIM, TILE_M, TILE_N, CAREFUL=False,
     )  # fmt: skip
-    if options.hides:
+    if options.gaps:
         if no_number_in(sums.d_query):
             sums = _sum_keys(
                 q_tile, d_out_tile, shift, delta, row, first_row, stop_row, keys, matrix, masks,
@@ -324,7 +324,7 @@ def _sum_keys(
                 sums = _add_keys(
                     sums, q_tile, d_out_tile, shift, delta, row, first_row, k_tile * TILE_N, keys,
                     walk, matrix, masks, biases, seed, numbers, options, adding, HEAD_DIM,
-                    VALUE_DIM, TILE_N, PARTIAL=False,
+                    VALUE_DIM, TILE_N, PARTIAL=False, CAREFUL=False,
                 )  # fmt: skip
         bits = partial.bits
         for i in tl.range(0, partial.count):
@@ -332,7 +332,7 @@ def _sum_keys(
             sums = _add_keys(
                 sums, q_tile, d_out_tile, shift, delta, row, first_row, k_tile * TILE_N, keys, walk,
                 matrix, masks, biases, seed, numbers, options, adding, HEAD_DIM, VALUE_DIM, TILE_N,
-                PARTIAL=True,
+                PARTIAL=True, CAREFUL=CAREFUL,
             )  # fmt: skip
     return sums
 
@@ -342,6 +342,7 @@ def _add_keys(
     sums, q_tile, d_out_tile, shift, delta, row, first_row, first_key, keys, walk, matrix, masks,
     biases, seed, numbers, options, adding,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TILE_N: tl.constexpr, PARTIAL: tl.constexpr,
+    CAREFUL: tl.constexpr,
 ):  # fmt: skip
     """The sums after one more tile of keys."""
     k_tile = load(
@@ -363,7 +364,7 @@ def _add_keys(
         d_weights = dropout.apply(d_weights, seed, matrix, first_row, first_key, numbers)
     d_scores = d_scores_of(weights, d_weights, delta[:, None], PARTIAL)
     bias_sums = _add_sums(sums.biases, d_scores, at, biases, options, adding)
-    if PARTIAL and options.gaps:
+    if CAREFUL:
         seen = (weights != 0) & (row < matrix.q_len)[:, None]
         k_tile = zero_unseen(k_tile, seen, options)
     d_products = d_products_of(d_scores, saturation, options)

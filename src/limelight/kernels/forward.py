@@ -73,7 +73,7 @@ def forward(
         q_tile, row, first_row, stop_row, keys, matrix, masks, biases, seed, numbers, options,
         HEAD_DIM, VALUE_DIM, TILE_M, TILE_N, CAREFUL=False,
     )  # fmt: skip
-    if options.hides:
+    if options.gaps:
         if no_number_in(state.acc):
             state = _attend_keys(
                 q_tile, row, first_row, stop_row, keys, matrix, masks, biases, seed, numbers,
@@ -112,13 +112,14 @@ def _attend_keys(
                 state = _attend(
                     state, q_tile, row, first_row, k_tile * TILE_N, keys, walk, matrix, masks,
                     biases, seed, numbers, options, HEAD_DIM, VALUE_DIM, TILE_N, PARTIAL=False,
+                    CAREFUL=False,
                 )  # fmt: skip
         bits = partial.bits
         for i in tl.range(0, partial.count):
             k_tile, bits = ranges.next_partial(partial, walk, i, bits, options)
             state = _attend(
                 state, q_tile, row, first_row, k_tile * TILE_N, keys, walk, matrix, masks, biases,
-                seed, numbers, options, HEAD_DIM, VALUE_DIM, TILE_N, PARTIAL=True,
+                seed, numbers, options, HEAD_DIM, VALUE_DIM, TILE_N, PARTIAL=True, CAREFUL=CAREFUL,
             )  # fmt: skip
     return state
 
@@ -128,6 +129,7 @@ def _attend(
     state, q_tile, row, first_row, first_key, keys, walk, matrix, masks, biases, seed, numbers,
     options,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TILE_N: tl.constexpr, PARTIAL: tl.constexpr,
+    CAREFUL: tl.constexpr,
 ):  # fmt: skip
     """The softmax's state after one more tile of keys."""
     k_tile = load(
@@ -148,7 +150,7 @@ def _attend(
     v_tile = load(
         keys.value, first_key, walk.low, walk.high, VALUE_DIM, TILE_N, PARTIAL, options
     )  # [N, E]
-    if PARTIAL and options.gaps:
+    if CAREFUL:
         seen = (scores != float("-inf")) & (row < matrix.q_len)[:, None]
         v_tile = zero_unseen(v_tile, seen, options)
     acc = add_dot(weights, v_tile, state.acc, options)  # [M, E]
