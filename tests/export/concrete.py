@@ -15,14 +15,15 @@ WORKSPACE = 0x7000_0000_0000
 
 @dataclass
 class Attention:
-    """sizes: batch, q_heads, kv_heads, q_len, kv_len. spread: how far apart rows lie, in 8s."""
+    """sizes: batch, q_heads, kv_heads, q_len, kv_len. spread: how far apart rows lie, in 8s; not 0,
+    as a plan compiles in that rows lie side by side, which an export leaves open."""
 
     problem: Problem
     sizes: dict[str, int]
     query_start: int = 0
     scale: float = 0.125
     softcap: float = 20.0
-    spread: int = 0
+    spread: int = 1
     arrays: dict[str, Array] = field(default_factory=dict)
 
     def matrix(self, name: str, length: str, heads: str, dim: int) -> Array:

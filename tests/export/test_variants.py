@@ -36,7 +36,7 @@ OTHERS = st.fixed_dictionaries(
         "query_start": st.integers(-5000, 5000),
         "scale": st.floats(1e-6, 100),
         "softcap": st.floats(0.5, 100),
-        "spread": st.integers(0, 3),
+        "spread": st.integers(1, 3),
     }
 )
 
