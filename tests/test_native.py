@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from inputs import qkv
 
-from limelight import attention, backends, dispatch, record
+from limelight import attention, backends, dispatch, record, scaled_dot_product_attention
 from limelight.adapters.torch import native
 from limelight.adapters.torch.adapter import ADAPTER
 from limelight.adapters.torch.shortcuts import Shortcuts
@@ -134,3 +135,30 @@ def test_nothing_keeps_the_tensors_alive():
         assert [each() for each in dead] == [None, None]
     finally:
         gc.enable()
+
+
+def test_a_call_that_looks_different_takes_no_shortcut():
+    """Whatever differs, by turns, so that each finds the others among the calls of before."""
+    q, k, v = (t.detach() for t in qkv(q_len=12, kv_len=16))
+    kinds = {
+        "plain": (q, k, v),
+        "shorter": (q[:, :, :7], k, v),
+        "fewer keys": (q, k[:, :, :5], v[:, :, :5]),
+        "fewer heads": (q[:, :2], k[:, :2], v[:, :2]),
+        "other strides": tuple(t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v)),
+        "float64": (q.double(), k.double(), v.double()),
+        "learned": (q.clone().requires_grad_(), k, v),
+        "narrow": (q[..., :4], k[..., :4], v[..., :4]),
+        "off by 4 bytes": tuple(
+            torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape) for t in (q, k, v)
+        ),
+    }
+    for _ in range(4):
+        for name, (query, key, value) in kinds.items():
+            for scale in (None, 0.5):
+                out = scaled_dot_product_attention(query, key, value, scale=scale)
+                want = F.scaled_dot_product_attention(query, key, value, scale=scale)
+                torch.testing.assert_close(out, want, msg=lambda text, name=name: f"{name}: {text}")
+                assert out.requires_grad == (name == "learned")
+                again = attention(query, key, value, scale=scale, query_start=0)
+                torch.testing.assert_close(again, want)

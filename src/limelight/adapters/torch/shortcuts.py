@@ -70,8 +70,7 @@ class Shortcuts:
     ) -> None:
         if _TensorGuards is None or torch.is_autocast_enabled(q.device.type):
             return  # guards compare whether it is enabled, and not its dtype
-        fixed = [[None] * t.dim() for t in (q, k, v)]  # no size and no stride is dynamic
-        guards = _TensorGuards(q, k, v, dynamic_dims_sizes=fixed, dynamic_dims_strides=fixed)
+        guards = _TensorGuards(q, k, v, dynamic_dims_sizes=None, dynamic_dims_strides=None)
         self._recent = (_Call(guards, rest, run), *self._recent[: _RECENT - 1])
 
 

@@ -230,7 +230,7 @@ def _queries(item, head, task):
     past_end = item.first_key + task.cut.keys > sizes.kv_len
     stop_key = min(item.first_key + task.cut.keys, sizes.kv_len)
     walk = ranges.queries_of(
-        item.first_key, stop_key, task.masks, matrix, task.cut.rows, task.options.all_partial
+        item.first_key, stop_key, task.masks, matrix, task.cut.rows, task.options.hides
     )
     full = gl.where(past_end, 0, walk.full_last - walk.full_first)
     count = walk.partial_count + walk.full_last - walk.full_first
