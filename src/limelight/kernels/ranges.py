@@ -4,10 +4,10 @@ A range runs from `start` to `stop`; what lies from `full_start` to `full_stop` 
 Where masks have states (masks/base.py), the tiles of a range are looked at in parts of 64, and the
 bits of a word say which of them are visited; else there is one part, and all of it is.
 
-What is hidden inside a tile, by a mask or by a bias of -inf, needs no help: only what was no number
-before can pass a weight of 0, and makes NaN of a sum. So a program walks as if that could not be,
-and where a sum came out as NaN it walks once more, carefully: with all tiles partial, and with zeros
-in the place of keys and values that none of its rows sees.
+What a mask or a bias of -inf hides inside a tile needs no help: only what was no number before can
+pass a weight of 0, and makes NaN of a sum. So a program walks as if that could not be, and where a
+sum came out as NaN it walks once more, carefully: with all tiles partial, and with zeros in the
+place of keys and values that none of its rows sees.
 """
 
 from typing import Any, NamedTuple
