@@ -17,7 +17,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 def main() -> None:
     readme = ROOT / "README.md"
     text = readme.read_text()
-    for name, table in (("h200", gpu_table), ("cpu", cpu_table)):
+    for name, table in (("h200", gpu_table), ("h200-learned", learned_table), ("cpu", cpu_table)):
         begin, end = (f"<!-- benchmark:{name} {edge} -->" for edge in ("begin", "end"))
         results = json.loads((RESULTS / f"{name}.json").read_text())
         block = f"{begin}\n{table(results)}\n{end}"
@@ -49,7 +49,11 @@ def cpu_table(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def gpu_table(results: dict[str, Any]) -> str:
+def learned_table(results: dict[str, Any]) -> str:
+    return gpu_table(results, "Learned biases, on one NVIDIA H200")
+
+
+def gpu_table(results: dict[str, Any], title: str = "Measured, on one NVIDIA H200") -> str:
     about, cost = results["about"], results.get("call cost us")
     peers = (
         *("limelight", "hopper", "torch flash", "torch cudnn", "torch efficient"),
@@ -59,9 +63,10 @@ def gpu_table(results: dict[str, Any]) -> str:
         peer for peer in peers if any("forward ms" in row.get(peer, {}) for row in results["rows"])
     ]
     lines = [
-        f"## Measured, on one {about['device']}",
+        f"## {title}",
         "",
-        f"{about['date']}, torch {about['torch']}, Triton {about['triton']}; milliseconds of "
+        f"{about['date']}, commit {about['commit'][:7]}, torch {about['torch']}, Triton "
+        f"{about['triton']}; milliseconds of "
         f"forward + backward, medians of {about['repeats']}, interleaved; batch 4 (float32: 2), "
         "16 heads, length 4096, bfloat16 unless said. Each way was checked against float64 first. "
         "limelight is the backend flash.",
@@ -79,10 +84,11 @@ def gpu_table(results: dict[str, Any]) -> str:
         lines.append(f"| {row['case']} | {' | '.join(cells)} |")
     words = []
     if cost is not None:
+        small = "limelight's choice" if "limelight's choice forward" in cost else "limelight"
         words.append(
             "CPU time of a small eager call, microseconds: forward "
-            f"{cost['limelight forward']:.0f} (PyTorch {cost['torch default forward']:.0f}), "
-            f"forward and backward {cost['limelight forward and backward']:.0f} "
+            f"{cost[f'{small} forward']:.0f} (PyTorch {cost['torch default forward']:.0f}), "
+            f"forward and backward {cost[f'{small} forward and backward']:.0f} "
             f"(PyTorch {cost['torch default forward and backward']:.0f})."
         )
     if "left out" in about:
