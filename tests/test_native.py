@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from inputs import qkv
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from limelight import attention, backends, dispatch, record, scaled_dot_product_attention
 from limelight.adapters.torch import native
@@ -22,12 +24,12 @@ operator = torch._scaled_dot_product_flash_attention_for_cpu
 def native_on_the_cpu(monkeypatch):
     """`torch_cpu` as the backends for CUDA are: the bare operator."""
 
-    def run(query, key, value, scale):
-        out, lse = operator(query, key, value, 0.0, False, scale=scale)
-        return out, lse
+    def run(call, query, key, value):
+        causal = call.mask is not None
+        return operator(query, key, value, 0.0, causal, scale=call.scale)
 
     def shortcut(self, call):
-        return lambda query, key, value: run(query, key, value, call.scale)[0]
+        return lambda query, key, value: run(call, query, key, value)[0]
 
     refusals = TorchCPU.why_not
 
@@ -41,7 +43,7 @@ def native_on_the_cpu(monkeypatch):
     monkeypatch.setattr(TorchCPU, "native", True)
     monkeypatch.setattr(TorchCPU, "shortcut", shortcut)
     monkeypatch.setattr(
-        TorchCPU, "forward", lambda self, call: run(call.query, call.key, call.value, call.scale)
+        TorchCPU, "forward", lambda self, call: run(call, call.query, call.key, call.value)
     )
     monkeypatch.setattr(ADAPTER, "_choices", {})
     monkeypatch.setattr(ADAPTER, "_shortcuts", Shortcuts())
@@ -162,3 +164,36 @@ def test_a_call_that_looks_different_takes_no_shortcut():
                 assert out.requires_grad == (name == "learned")
                 again = attention(query, key, value, scale=scale, query_start=0)
                 torch.testing.assert_close(again, want)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_shortcut_is_not_for_another_state_of_the_thread():
+    q, k, v = qkv()
+    for _ in range(4):
+        with torch.no_grad():
+            assert not scaled_dot_product_attention(q, k, v).requires_grad
+        out = scaled_dot_product_attention(q, k, v)
+        assert out.requires_grad
+        out.sum().backward()  # by the hook that lays a gradient out again
+    nested = [torch.nested.nested_tensor([t.detach()[0], t.detach()[1]]) for t in (q, k, v)]
+    with pytest.raises(TypeError, match="a nested tensor"):
+        attention(*nested)
+    with pytest.raises((TypeError, ValueError), match="scale"):
+        scaled_dot_product_attention(q, k, v, scale=np.ones(2))
+
+
+def test_a_shortcut_is_not_for_a_trace():
+    q, k, v = (t.detach() for t in qkv())
+    for _ in range(4):
+        scaled_dot_product_attention(q, k, v)
+    traced = make_fx(lambda *inputs: scaled_dot_product_attention(*inputs))(q, k, v)
+    assert any("limelight.attention" in str(node.target) for node in traced.graph.nodes)
+
+
+def test_a_flag_in_a_tensor_is_read_each_time():
+    q, k, v = (t.detach() for t in qkv())
+    flag = torch.tensor(True)
+    for causal in (True, True, True, False, True):
+        flag.fill_(causal)
+        out = scaled_dot_product_attention(q, k, v, is_causal=flag)
+        torch.testing.assert_close(out, F.scaled_dot_product_attention(q, k, v, is_causal=causal))

@@ -310,6 +310,7 @@ def scaled_dot_product_attention(
     Raises ValueError for `attn_mask` together with `is_causal`, and otherwise as `attention`.
     """
     adapter = adapter_of(query)
+    is_causal, enable_gqa = bool(is_causal), bool(enable_gqa)
     # With types, as True equals 1.0 and is refused where that is not.
     options = (dropout_p, type(dropout_p), is_causal, scale, type(scale), enable_gqa)
     plain = attn_mask is None

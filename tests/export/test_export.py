@@ -98,6 +98,23 @@ def test_an_export_takes_the_place_of_another(tmp_path):
     assert kernels == set(binaries)
 
 
+@pytest.mark.parametrize("name", ["Cargo.toml", "manifest.json", "limelight.c"])
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"kernels": {"a": {"files": {"ptx": "kernels/keep"}}}}']
+)
+def test_a_folder_of_another_origin_is_left_alone(tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match="out: found .*of another origin"):
+        export.compile(tmp_path, targets=["sm_80"])
+    assert [(each.name, each.read_text()) for each in tmp_path.iterdir()] == [(name, text)]
+
+
+def test_a_file_is_no_folder(tmp_path):
+    (tmp_path / "out").write_text("mine")
+    with pytest.raises(ValueError, match="out: found a file"):
+        export.compile(tmp_path / "out", targets=["sm_80"])
+
+
 def test_what_is_asked_for_twice_is_there_once():
     options = {"targets": ["sm_80"], "dtypes": ["float16"], "head_dims": [64], "biases": ["alibi"]}
     assert len(build.planned(masks=["causal", "Causal"], **options)) == 3

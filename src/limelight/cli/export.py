@@ -18,6 +18,7 @@ _OPTIONS = {
     "query": "--head-dim",
     "mask": "--mask",
     "bias": "--bias",
+    "out": "--out",
 }
 
 

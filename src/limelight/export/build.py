@@ -83,6 +83,7 @@ def compile(
     Raises ValueError for what cannot be exported, SpillError and SharedMemoryError for a kernel
     that does not fit its target, CompileError where the compiler ended without one.
     """
+    check_folder(Path(folder))  # before minutes of compiling
     variants = planned(targets, dtypes, head_dims, masks, biases, softcap, gradients)
     recipes = {
         name_of(launch.recipe): launch.recipe for each in variants for launch in each.launches
@@ -135,10 +136,14 @@ def write(folder: Path, variants: Sequence[Variant], binaries: Mapping[str, Bina
     for name, binary in binaries.items():
         paths = found["kernels"][name]["files"]
         files |= {paths["cubin"]: binary.cubin, paths["ptx"]: binary.ptx.encode()}
-    _clear(folder)
-    for path, contents in files.items():
+    check_folder(folder)
+    before = _kernels(folder)
+    # The manifest last: what it names is there.
+    for path in sorted(files, key=lambda path: path == "manifest.json"):
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).write_bytes(contents)
+        (folder / path).write_bytes(files[path])
+    for path in before - set(files):
+        (folder / "kernels" / Path(path).name).unlink(missing_ok=True)
     return Export(folder, found, sum(map(len, files.values())))
 
 
@@ -150,13 +155,31 @@ def _is_left_out(dtype: str, dim: int, target: tuple[int, int]) -> bool:
     return by_length or (dtype == "bfloat16" and target < (8, 0))
 
 
-def _clear(folder: Path) -> None:
-    """Deletes the kernels of an earlier export."""
+def check_folder(folder: Path) -> None:
+    """Raises ValueError unless the folder is new, empty, or holds an earlier export."""
+    if folder.exists() and not folder.is_dir():
+        raise invalid("out", found=f"a file, {folder}", needed="a folder")
+    if folder.exists() and any(folder.iterdir()) and not _is_export(folder):
+        raise invalid(
+            "out",
+            found=f"{folder}, with files of another origin",
+            needed="a new or empty folder, or an earlier export",
+        )
+
+
+def _is_export(folder: Path) -> bool:
+    try:
+        found = json.loads((folder / "manifest.json").read_text())
+    except (OSError, ValueError):
+        return False
+    return isinstance(found, dict) and {"limelight", "schema", "kernels"} <= found.keys()
+
+
+def _kernels(folder: Path) -> set[str]:
+    """The paths of the kernels of an earlier export."""
     path = folder / "manifest.json"
-    if path.exists():
-        for kernel in json.loads(path.read_text())["kernels"].values():
-            for file in kernel["files"].values():
-                (folder / "kernels" / Path(file).name).unlink(missing_ok=True)
+    kernels = json.loads(path.read_text())["kernels"].values() if path.exists() else ()
+    return {file for kernel in kernels for file in kernel["files"].values()}
 
 
 def _target(text: str) -> tuple[int, int]:

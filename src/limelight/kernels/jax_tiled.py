@@ -360,7 +360,9 @@ class _Work:
         """[B or 1, G or 1, N, 1]: the keys that at least one row of the tile sees."""
         seen = visible.any(axis=2)
         if seen.shape[1] > 1:
-            seen = seen.reshape(seen.shape[0], -1, self.call.group, seen.shape[2]).any(axis=2)
+            batch, heads, keys = seen.shape
+            group = self.call.group
+            seen = seen.reshape(batch, heads // group, group, keys).any(axis=2)
         return seen[..., None]
 
 

@@ -70,7 +70,8 @@ def shortcut(kind: str, call: Call) -> Callable[[Tensor, Tensor, Tensor], Tensor
     return run
 
 
-_attention = torch.nn.functional.scaled_dot_product_attention
+# Not by its public name, which a program may have given to limelight's own.
+_attention = torch._C._nn.scaled_dot_product_attention  # type: ignore[attr-defined]
 _NUMBERS = {"flash": 1, "efficient": 2, "cudnn": 3}  # torch.nn.attention.SDPBackend's
 
 

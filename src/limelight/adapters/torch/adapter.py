@@ -171,13 +171,13 @@ class TorchAdapter(Adapter):
     def shortcut(
         self, query: Any, key: Any, value: Any, options: Hashable
     ) -> shortcuts.Shortcut | None:
-        return self._shortcuts.find(query, key, value, options)
+        return self._shortcuts.find(query, key, value, options, allowed())
 
     def keep_shortcut(self, options: Hashable, arguments: Arguments) -> None:
-        a = arguments
-        run = self.shortcut(a.query, a.key, a.value, looks.of_numbers(a))
+        a, restriction = arguments, allowed()  # once, as other threads may change it
+        run = self._shortcuts.find(a.query, a.key, a.value, looks.of_numbers(a), restriction)
         if run is not None:
-            self._shortcuts.keep(a.query, a.key, a.value, options, run)
+            self._shortcuts.keep(a.query, a.key, a.value, options, run, restriction)
 
     def attention(self, arguments: Arguments) -> Any:
         a, restriction = arguments, allowed()
@@ -187,7 +187,7 @@ class TorchAdapter(Adapter):
         options = None
         if a.bias is a.sinks is a.seed is None and isinstance(a.mask, _MASK):
             options = looks.of_numbers(a)
-            run = self.shortcut(a.query, a.key, a.value, options)
+            run = self._shortcuts.find(a.query, a.key, a.value, options, restriction)
             if run is not None:
                 return run(a.query, a.key, a.value)
         if forward_ad._current_level >= 0:
@@ -201,7 +201,7 @@ class TorchAdapter(Adapter):
             plan = self.plan_type(self.call(a, choice.problem), choice)
             run = None if options is None else shortcuts.made(plan)
             if run is not None:
-                self._shortcuts.keep(a.query, a.key, a.value, options, run)
+                self._shortcuts.keep(a.query, a.key, a.value, options, run, restriction)
         out, lse = _run(plan)
         out = rounded(out, plan.call.query)
         return (out, lse) if a.return_lse else out

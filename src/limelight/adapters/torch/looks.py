@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 
 from limelight.adapters.base import Arguments
 
-MISFITS = (AttributeError, RuntimeError, TypeError)
+MISFITS = (AttributeError, RuntimeError, TypeError, ValueError)  # ValueError: NumPy's `==`
 Restriction = tuple[str, ...] | None
 
 

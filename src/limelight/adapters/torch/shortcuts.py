@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C import _len_torch_dispatch_stack  # type: ignore[import]
 from torch.autograd import forward_ad
 
 from limelight.adapters.base import Plan
 from limelight.adapters.torch import looks, native
 from limelight.call import Call
-from limelight.dispatch import KNOWN, allowed, note
+from limelight.dispatch import KNOWN, note
 
 try:
     from torch._C._dynamo import guards as _dynamo
@@ -44,42 +45,59 @@ class Shortcuts:
         self._by_looks: dict[Hashable, Shortcut] = {}
         self._recent: tuple[_Call, ...] = ()  # replaced, never changed: threads read it
 
-    def find(self, q: Any, k: Any, v: Any, options: Hashable) -> Shortcut | None:
+    def find(
+        self, q: Any, k: Any, v: Any, options: Hashable, restriction: looks.Restriction
+    ) -> Shortcut | None:
         """What ran a call that looked like this one."""
-        if not self._by_looks or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or not self._by_looks:
             return None
         try:
-            rest = _rest(q, k, v, options)
+            rest = _rest(q, k, v, options, restriction)
             for call in self._recent:
                 if call.rest == rest and call.tensors.check(q, k, v):
                     return call.run
-            run = self._by_looks.get((looks.of_tensors(q, k, v, allowed()), options))
+            run = self._by_looks.get((looks.of_tensors(q, k, v, restriction), options))
         except looks.MISFITS:
             return None  # checks will say which
         if run is not None:
             self._remember(q, k, v, rest, run)
         return run
 
-    def keep(self, q: Tensor, k: Tensor, v: Tensor, options: Hashable, run: Shortcut) -> None:
+    def keep(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        options: Hashable,
+        run: Shortcut,
+        restriction: looks.Restriction,
+    ) -> None:
         if len(self._by_looks) >= _MOST:
             self._by_looks.clear()
-        self._by_looks[looks.of_tensors(q, k, v, allowed()), options] = run
+        self._by_looks[looks.of_tensors(q, k, v, restriction), options] = run
 
     def _remember(
         self, q: Tensor, k: Tensor, v: Tensor, rest: tuple[Hashable, ...], run: Shortcut
     ) -> None:
         if _TensorGuards is None or torch.is_autocast_enabled(q.device.type):
             return  # guards compare whether it is enabled, and not its dtype
+        if q is k or k is v or q is v:
+            return  # guards take a tensor only once
         guards = _TensorGuards(q, k, v, dynamic_dims_sizes=None, dynamic_dims_strides=None)
         self._recent = (_Call(guards, rest, run), *self._recent[: _RECENT - 1])
 
 
-def _rest(q: Tensor, k: Tensor, v: Tensor, options: Hashable) -> tuple[Hashable, ...]:
+def _rest(
+    q: Tensor, k: Tensor, v: Tensor, options: Hashable, restriction: looks.Restriction
+) -> tuple[Hashable, ...]:
     """What the guards do not compare."""
     return (
         options,
-        allowed(),
+        restriction,
         looks.alignments(q, k, v),
+        torch.is_grad_enabled(),
+        _len_torch_dispatch_stack(),
+        q.is_nested or k.is_nested or v.is_nested,  # guards would end the process
         torch.are_deterministic_algorithms_enabled(),
         forward_ad._current_level,
         q.dtype is torch.float32 and looks.allows_tf32(),
