@@ -1,4 +1,4 @@
-"""PyTorch tensors: eager calls through autograd.Function, compiled graphs through an operator."""
+"""PyTorch tensors: eager calls by `eager` or `native`, compiled graphs by an `operator`."""
 
 from __future__ import annotations
 
