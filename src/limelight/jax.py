@@ -19,7 +19,7 @@ from limelight.adapters.base import Arguments
 from limelight.adapters.jax.adapter import ADAPTER
 from limelight.api import attention as attention
 from limelight.biases import Bias, DenseBias
-from limelight.errors import invalid, invalid_type
+from limelight.errors import invalid, invalid_type, is_integer
 from limelight.masks import Causal, DenseMask, KeyLengths, Mask, Packed, SlidingWindow
 from limelight.terms import Term
 
@@ -134,13 +134,22 @@ def _mask(
     if is_causal:
         parts.append(Causal())
     if window is not None:
-        parts.append(SlidingWindow(*((window, window) if isinstance(window, int) else window)))
+        parts.append(SlidingWindow(*_window(window)))
     if q_lengths is not None:
         # One document, of all keys and the real queries.
         parts.append(Packed(jnp.asarray([0, _MOST]), _from_zero(q_lengths)))
     if kv_lengths is not None:
         parts.append(KeyLengths(kv_lengths))
     return reduce(and_, parts) if parts else None
+
+
+def _window(window: Any) -> tuple[int, int]:
+    sides = (window, window) if is_integer(window) else window
+    if not isinstance(sides, tuple) or len(sides) != 2 or not all(map(is_integer, sides)):
+        raise invalid_type(
+            "local_window_size", found=repr(window), needed="an integer, or a tuple of two"
+        )
+    return int(sides[0]), int(sides[1])
 
 
 _MOST = 2**30  # beyond any tensor's length

@@ -93,3 +93,10 @@ def test_implementation():
 def test_wrong_lengths(name, wrong):
     with pytest.raises((TypeError, ValueError), match=name):
         dot_product_attention(*inputs(), **{name: wrong})
+
+
+@pytest.mark.parametrize("window", [(1, 2, 3), [1, 2], "a", 1.5, True])
+def test_a_window_is_one_integer_or_two(window):
+    x = jnp.ones((1, 4, 2, 8))
+    with pytest.raises(TypeError, match="local_window_size: found"):
+        dot_product_attention(x, x, x, local_window_size=window)

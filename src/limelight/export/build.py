@@ -115,7 +115,8 @@ def planned(
             problem = Problem.of(dtype, dim, mask=mask, bias=bias, softcap=softcap, gradients=kind)
             wanted[problem, target] = None
     if not wanted:
-        raise invalid("dtypes", found=", ".join(dtypes), needed="one that a target can run")
+        found = f"{', '.join(dtypes)} for {', '.join(targets)}"
+        raise invalid("dtypes", found=found, needed="one that a target can run")
     return [plan_variant(problem, target) for problem, target in wanted]
 
 

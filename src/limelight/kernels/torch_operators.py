@@ -81,6 +81,7 @@ def _switches() -> tuple[object, ...]:
         torch._C._get_flash_sdp_enabled(),
         torch._C._get_mem_efficient_sdp_enabled(),
         torch._C._get_cudnn_sdp_enabled(),
+        torch._C._get_cudnn_enabled(),
         torch._C._get_sdp_priority_order(),
     )
 
