@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from limelight.kernels import ranges
 from limelight.kernels.hopper.gluon_names import add_out, copy_in
+from limelight.kernels.hopper.items import place_of
 from limelight.kernels.hopper.layouts import operand, products_layout, rounded, widened
 from limelight.kernels.hopper.rings import (
     await_empty,
@@ -196,25 +197,10 @@ def _d_scores_ring(task, DTYPE: gl.constexpr):
 
 @gluon.jit
 def _item(index, task):
-    """The item that a program takes at this index, one of every `num_programs`.
-
-    First tiles first: under a causal mask they have the most work. A few of one matrix lie side by
-    side and share its queries in the L2 cache; then come the same ones of all other matrices. Every
-    other round runs backwards, so that no program always has the longest item of a round.
-    """
-    sizes, order = task.sizes, task.order
-    kv_heads = sizes.q_heads // sizes.group
-    tiles = (sizes.kv_len + task.cut.keys - 1) // task.cut.keys
-    programs = gl.num_programs(0)
-    round_first = index // programs * programs
-    if index // programs % 2 == 1:
-        round_last = min(round_first + programs, order.items) - 1
-        index = round_last - (index - round_first)
-    block_items = order.beside * kv_heads * order.batches
-    done = index // block_items * order.beside
-    width = min(order.beside, tiles - done)
-    number = index % block_items // width
-    tile = done + index % block_items % width
+    """The item at this index. First tiles first: under a causal mask they have the most work."""
+    kv_heads = task.sizes.q_heads // task.sizes.group
+    tiles = (task.sizes.kv_len + task.cut.keys - 1) // task.cut.keys
+    tile, number = place_of(index, tiles, kv_heads, task.order)
     return Item(tile * task.cut.keys, number // kv_heads, number % kv_heads)
 
 

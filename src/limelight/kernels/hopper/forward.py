@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from limelight.kernels import ranges
+from limelight.kernels.hopper.items import place_of
 from limelight.kernels.hopper.layouts import operand, products_layout, rounded
 from limelight.kernels.hopper.rings import (
     await_tile,
@@ -114,28 +115,14 @@ def forward(query, key, value, out, lse, strides, task):
 
 @gluon.jit
 def _item(index, task):
-    """The item that a program takes at this index, one of every `num_programs`.
-
-    Last tiles first: under a causal mask they have the most work. A few of one matrix lie side by
-    side and share its keys in the L2 cache; then come the same ones of all other matrices. Every
-    other round runs backwards, so that no program always has the longest item of a round.
-    """
-    sizes, order = task.sizes, task.order
+    """The item at this index. Last tiles first: under a causal mask they have the most work."""
+    sizes = task.sizes
     tiles = (sizes.q_len + task.cut.rows - 1) // task.cut.rows
-    programs = gl.num_programs(0)
-    round_first = index // programs * programs
-    if index // programs % 2 == 1:
-        round_last = min(round_first + programs, order.items) - 1
-        index = round_last - (index - round_first)
-    block_items = order.beside * sizes.q_heads * order.batches
-    left = tiles - index // block_items * order.beside
-    width = min(order.beside, left)
-    number = index % block_items // width
-    tile = left - 1 - index % block_items % width
+    tile, number = place_of(index, tiles, sizes.q_heads, task.order)
     matrix = matrix_of(
         number // sizes.q_heads, number % sizes.q_heads, task.query_starts, sizes, task.numbers
     )
-    first_row = tile * task.cut.rows
+    first_row = (tiles - 1 - tile) * task.cut.rows
     stop_row = min(first_row + task.cut.rows, sizes.q_len)
     walk = ranges.keys_of(
         matrix.query_start + first_row, matrix.query_start + stop_row, task.masks, matrix,
