@@ -86,11 +86,14 @@ class Hopper(Backend):
     def backward(
         self, call: Call, out: Any, lse: Any, d_out: Any, d_lse: Any, wanted: Gradients
     ) -> Gradients:
+        from limelight.kernels import plan
+        from limelight.kernels.torch_operators import regular
+
         kernels, _ = _kernels()
-        if d_out is not None and not _is_describable(d_out):
-            d_out = kernels.contiguous_copy(d_out)
-        plan = _backward_plan(call, wanted)
-        return kernels.backward(call, out, lse, d_out, d_lse, wanted, plan)
+        planned = _backward_plan(call, wanted)
+        if d_out is not None and planned is not plan:
+            d_out = regular(d_out)  # for the copy engine
+        return kernels.backward(call, out, lse, d_out, d_lse, wanted, planned)
 
 
 @cache
@@ -117,19 +120,6 @@ def _backward_plan(call: Call, wanted: Gradients) -> Any:
         and p.value_dim % 8 == 0  # rows of 16 bytes, once the arriving gradient is contiguous
     )
     return backward_plan if own else plan
-
-
-def _is_describable(d_out: Any) -> bool:
-    """Whether the copy engine can read the gradient that arrives, as it is."""
-    *steps, last = d_out.stride()
-    sizes = d_out.shape[:3]
-    return (
-        last == 1
-        and d_out.data_ptr() % 16 == 0
-        and all(
-            step > 0 and step % 8 == 0 for size, step in zip(sizes, steps, strict=True) if size > 1
-        )
-    )
 
 
 def _laid_out(values: Sequence[float]) -> Layout:

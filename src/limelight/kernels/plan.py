@@ -7,6 +7,7 @@ memory, which the caller allocates.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -121,7 +122,10 @@ def backward(
     sums = memory.get("slope_sums", null("float32"))
     adding = _adding(call, gradients)
     config = configs.row_numbers(capability, configs.item(call.query.dtype), dim_of(call))
-    launches = _row_numbers(call, out, lse, d_out, d_lse, gradients, memory, config)
+    launches = of_rows(
+        row_numbers, call, out, lse, d_out, d_lse, gradients, memory, config,
+        strides=args.tensor_strides(call, out=out, d_out=d_out),
+    )  # fmt: skip
     launches += variants.splitting(call, d_out, memory)
     found = variants.of(call, d_out, memory, capability, allow_tf32)
     kinds = {child.gradient for child in args.bias_children(call.bias)}
@@ -167,7 +171,8 @@ def _scalars(call: Call, variant: Variant, written: dict[str, Array | None]) -> 
     }
 
 
-def _row_numbers(
+def of_rows(
+    kernel: Any,
     call: Call,
     out: Array,
     lse: Array,
@@ -176,7 +181,15 @@ def _row_numbers(
     gradients: Gradients,
     memory: dict[str, Array],
     config: Config,
+    *,
+    strides: args.TensorStrides,
+    scratch: Sequence[str] = (),
+    constants: Mapping[str, int] | None = None,
 ) -> list[Launch]:
+    """What runs on every row before a backward, and the sinks' gradient, which comes of it.
+
+    scratch: the names of what the kernel takes of `memory` beside row_numbers and sink_sums.
+    """
     batch, heads, q_len, _ = call.size
     tiles = tiles_of(q_len, config.rows)
     sums = memory.get("sink_sums", null("float32"))
@@ -188,13 +201,14 @@ def _row_numbers(
         "sinks": _sinks(call),
         "numbers": memory["row_numbers"],
         "sink_sums": sums,
-        "strides": args.tensor_strides(call, out=out, d_out=d_out),
+        **{name: memory[name] for name in scratch},
+        "strides": strides,
         "sizes": args.sizes(call),
     }
-    constants = {"VALUE_DIM": call.value.shape[3], "TILE_M": config.rows}
-    launches = launches_of(row_numbers, tiles * heads * batch, arguments, constants, config)
+    cut = {"VALUE_DIM": call.value.shape[3], **(constants or {}), "TILE_M": config.rows}
+    launches = launches_of(kernel, tiles * heads * batch, arguments, cut, config)
     if gradients.sinks is not None:
-        launches += add_up(sums, gradients.sinks, tiles, batches=batch, heads=heads)
+        launches += _add_up(sums, gradients.sinks, tiles, batches=batch, heads=heads)
     return launches
 
 
@@ -245,11 +259,11 @@ def _slopes(call: Call, gradients: Gradients, sums: Array, adding: Adding) -> li
             _, batch, heads, tiles = sums.shape
             part = sums.address + n * batch * heads * tiles * ITEM_BYTES["float32"]
             own = Array(part, sums.shape[1:], sums.strides[1:], "float32")
-            launches += add_up(own, gradient, tiles, batches=batch, heads=heads)
+            launches += _add_up(own, gradient, tiles, batches=batch, heads=heads)
     return launches
 
 
-def add_up(sums: Array, total: Array, tiles: int, *, batches: int, heads: int) -> list[Launch]:
+def _add_up(sums: Array, total: Array, tiles: int, *, batches: int, heads: int) -> list[Launch]:
     """total [heads] or [batches, heads] from sums [batches, heads, tiles]."""
     per_batch = len(total.shape) == 2
     arguments = {

@@ -60,11 +60,6 @@ class TorchMemory(Memory):
         return index if torch.cuda.get_device_capability(index) == fused.target(call) else None
 
 
-def contiguous_copy(tensor: Tensor) -> Tensor:
-    """A copy even of a contiguous one, whose rows may begin anywhere."""
-    return tensor.clone(memory_format=torch.contiguous_format)
-
-
 RUNNER = Runner(TorchMemory())
 forward, backward, precompile = RUNNER.forward, RUNNER.backward, RUNNER.precompile
 

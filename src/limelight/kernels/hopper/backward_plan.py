@@ -13,7 +13,7 @@ from limelight.kernels.hopper.configs import BackwardConfig
 from limelight.kernels.hopper.ends import finish, prepare
 from limelight.kernels.hopper.plan import Order, beside, is_plain
 from limelight.kernels.launch import Array, Launch, Shape, i32, null
-from limelight.kernels.plan import add_up
+from limelight.kernels.plan import of_rows
 
 
 class Cut(NamedTuple):
@@ -78,46 +78,14 @@ def backward(
         d_value=gradients.value,
     )  # fmt: skip
     config = config or configs.backward(dim_of(call), plain=is_plain(call))
-    launches = _prepare(call, out, lse, d_out, d_lse, gradients, memory, strides)
+    launches = of_rows(
+        prepare, call, out, lse, d_out, d_lse, gradients, memory, configs.ENDS,
+        strides=strides, scratch=["d_query_sums"],
+        constants={"SUMS_DIM": _sums_dim(call.query.shape[3])},
+    )  # fmt: skip
     launches += _main(call, d_out, gradients, memory, strides, capability, config, programs)
     if gradients.query is not None:
         launches += _finish(call, gradients.query, memory["d_query_sums"], strides)
-    return launches
-
-
-def _prepare(
-    call: Call,
-    out: Array,
-    lse: Array,
-    d_out: Array,
-    d_lse: Array | None,
-    gradients: Gradients,
-    memory: dict[str, Array],
-    strides: args.TensorStrides,
-) -> list[Launch]:
-    batch, heads, q_len, head_dim = call.query.shape
-    sums = memory.get("sink_sums", null("float32"))
-    arguments = {
-        "out": out,
-        "d_out": d_out,
-        "lse": lse,
-        "d_lse": null("float32") if d_lse is None else d_lse,
-        "sinks": null(call.query.dtype) if call.sinks is None else call.sinks,
-        "numbers": memory["row_numbers"],
-        "sink_sums": sums,
-        "d_query_sums": memory["d_query_sums"],
-        "strides": strides,
-        "sizes": args.sizes(call),
-    }
-    constants = {
-        "VALUE_DIM": call.value.shape[3],
-        "SUMS_DIM": _sums_dim(head_dim),
-        "TILE_M": configs.ENDS.rows,
-    }
-    tiles = tiles_of(q_len, configs.ENDS.rows)
-    launches = launches_of(prepare, tiles * heads * batch, arguments, constants, configs.ENDS)
-    if gradients.sinks is not None:
-        launches += add_up(sums, gradients.sinks, tiles, batches=batch, heads=heads)
     return launches
 
 

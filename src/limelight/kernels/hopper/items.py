@@ -8,9 +8,9 @@ from triton.experimental.gluon import language as gl
 def place_of(index, tiles, heads, order):
     """The tile and the matrix, counted over heads and then batch elements, of a program's item.
 
-    A program takes one of every `num_programs`. A few tiles of one matrix lie side by side and share
-    what they read in the L2 cache; then come the same ones of all other matrices. Every other round
-    runs backwards, so that no program always has the longest item of a round.
+    A program takes one of every `num_programs`. A few tiles of one matrix lie side by side and
+    share what they read in the L2 cache; then come the same ones of all other matrices. Every other
+    round runs backwards, so that no program always has the longest item of a round.
     """
     programs = gl.num_programs(0)
     round_first = index // programs * programs
