@@ -424,7 +424,7 @@ def main() -> None:
         "torch": torch.__version__,
         "triton": __import__("triton").__version__,
         "limelight": ll.__version__,
-        "commit": options.commit or _commit(),
+        "commit": options.commit or commit(),
         "repeats": REPEATS,
     }
     rows = []
@@ -440,7 +440,7 @@ def main() -> None:
     options.out.write_text(json.dumps(results, indent=1) + "\n")
 
 
-def _commit() -> str:
+def commit() -> str:
     done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
     return done.stdout.strip()
 

@@ -22,6 +22,8 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.gpu import commit
+
 # The most telling first. What pytest selects by -k, backends' names among them.
 GROUPS = {
     "hopper's backward": "test_hopper_backward",
@@ -66,11 +68,6 @@ def run(selected: str, workers: int, seconds: float) -> dict[str, object]:
         "ended": ended if found else log[-2000:],
         "seconds": round(time.monotonic() - start),
     }
-
-
-def commit() -> str:
-    done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    return done.stdout.strip()
 
 
 def main() -> None:

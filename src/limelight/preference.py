@@ -43,6 +43,7 @@ def order(problem: Problem, usual: Sequence[str]) -> Order:
 
 
 HALF = ("float16", "bfloat16")
+_MEASURED = "measured on an H200, benchmarks/results/never-slower.json"
 
 
 def _half(problem: Problem) -> bool:
@@ -64,14 +65,14 @@ PREFERENCES: tuple[Preference, ...] = (
         "flash",
         ((9, 0),),
         _half,
-        "measured on an H200, benchmarks/results/never-slower.json",
+        _MEASURED,
     ),
     Preference(
         "torch_flash",
         "flash",
         ((9, 0),),
         _odd_head_dim,
-        "measured on an H200, benchmarks/results/never-slower.json",
+        _MEASURED,
     ),
     Preference(
         "torch_flash",
@@ -85,7 +86,7 @@ PREFERENCES: tuple[Preference, ...] = (
         "flash",
         ((9, 0),),
         lambda problem: problem.dtype == "float32" and problem.head_dim > 64,
-        "measured on an H200, benchmarks/results/never-slower.json",
+        _MEASURED,
     ),
     Preference(
         "torch_cudnn",

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from limelight.adapters.base import Adapter, Arguments, Plan
+from limelight.adapters.foreign import numbers_of
 from limelight.call import Gradients
 from limelight.devices import Device
-from limelight.errors import invalid, invalid_type
+from limelight.errors import invalid
 from limelight.problem import Layout, row_alignment
 
 cupy: Any = import_module("cupy")  # which has no types
@@ -48,11 +49,7 @@ class CuPyAdapter(Adapter):
 
     def asarray(self, value: Any, like: Any, name: str) -> Any:
         if not isinstance(value, cupy.ndarray):
-            found = np.asarray(value)
-            if found.dtype.kind not in "biuf":
-                raise invalid_type(name, found=f"{value!r}", needed="numbers or booleans")
-            if found.dtype == np.float64 and like.dtype != np.float64:
-                found = found.astype(np.float32)
+            found = numbers_of(value, name, wide=like.dtype == np.float64)
             with like.device:
                 value = cupy.asarray(found)
         self._check_device(name, value, like)

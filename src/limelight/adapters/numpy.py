@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from limelight.adapters.base import Adapter, Arguments
+from limelight.adapters.foreign import numbers_of
 from limelight.devices import CPU, Device
 from limelight.errors import invalid_type
 from limelight.problem import Layout, row_alignment
@@ -35,14 +36,10 @@ class NumPyAdapter(Adapter):
         return super().prepared(a)
 
     def asarray(self, value: Any, like: Any, name: str) -> Any:
-        array = np.asarray(value)
-        if array.dtype.kind not in "biuf":
-            raise invalid_type(name, found=f"{value!r}", needed="numbers or booleans")
+        wide = isinstance(value, np.ndarray) or like.dtype == np.float64
+        array = numbers_of(value, name, wide=wide)
         if array.dtype.kind == "u":
             return array.astype(np.int64)  # unsigned numbers wrap around when subtracted
-        given = isinstance(value, np.ndarray)
-        if array.dtype == np.float64 and not given and like.dtype != np.float64:
-            array = array.astype(np.float32)
         return array
 
     def dtype(self, array: Any) -> str:

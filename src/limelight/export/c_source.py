@@ -7,10 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from limelight.export.expression import Expression, parse
-from limelight.export.manifest import SIZES
+from limelight.export.manifest import NUMBERS, SIZES, is_of_numbers, split_condition
 
 _DTYPES = {name: f"LIMELIGHT_{name.upper()}" for name in ("float16", "bfloat16", "float32")}
-_NUMBERS = ("scale", "softcap")
 _ORDERS = {"<": "LESS", "<=": "LESS_EQUAL", ">": "GREATER", ">=": "GREATER_EQUAL"}
 _FUNCTIONS = {"+": "add", "-": "subtract", "*": "multiply"}  # that may overflow
 _DIVISIONS = {"//": "divide_down", "cdiv": "divide_up", "min": "least", "max": "greatest"}
@@ -48,7 +47,7 @@ class _Tables:
             (
                 head,
                 f"enum {{ {values}, VALUES }};",
-                f"enum {{ {', '.join(f'N_{name.upper()}' for name in _NUMBERS)}, NUMBERS }};",
+                f"enum {{ {', '.join(f'N_{name.upper()}' for name in NUMBERS)}, NUMBERS }};",
                 f"enum {{ WORKSPACE_ALIGNMENT = {self.manifest['workspace_alignment']} }};",
                 self._function("whole", "int64_t", self.whole, ", int *overflow", _whole),
                 self._function("number", "double", self.numbers, "", _number),
@@ -153,8 +152,8 @@ class _Tables:
         return f"{self.whole[text]}, {free}"
 
     def _condition(self, text: str) -> str:
-        left, order, right = re.split(r" (<=|>=|<|>) ", text)
-        of_numbers = any(name in _NUMBERS for name in re.findall(r"[A-Za-z_][\w.]*", text))
+        left, order, right = split_condition(text)
+        of_numbers = is_of_numbers(text)
         table = self.numbers if of_numbers else self.whole
         sides = f"{table[left]}, {table[right]}"
         return f"{{{int(of_numbers)}, {_ORDERS[order]}, {sides}, {_quoted(text)}}}"

@@ -200,11 +200,26 @@ def _declared(variant: Mapping[str, Any]) -> Iterator[str]:
     yield from (each["name"] for each in variant["workspace"])
 
 
+NUMBERS = ("scale", "softcap")
+"""The names of numbers that are not whole."""
+
+
+def split_condition(condition: str) -> tuple[str, str, str]:
+    """Its left expression, its order ("<", "<=", ">" or ">="), its right expression."""
+    left, order, right = re.split(r" (<=|>=|<|>) ", condition)
+    return left, order, right
+
+
+def is_of_numbers(condition: str) -> bool:
+    """Whether it compares numbers that are not whole."""
+    return not set(NUMBERS).isdisjoint(re.findall(r"[A-Za-z_][\w.]*", condition))
+
+
 def _expressions(variant: Mapping[str, Any]) -> Iterator[str]:
     for tensor in variant["tensors"]:
         yield from (*tensor["shape"], *tensor["strides"])
     for condition in variant["conditions"]:
-        left, _, right = re.split(r" (<=|>=|<|>) ", condition)
+        left, _, right = split_condition(condition)
         yield from (left, right)
     yield from (each["bytes"] for each in variant["workspace"])
     for launch in variant["launches"]:

@@ -8,9 +8,8 @@ from importlib import resources
 from typing import Any
 
 from limelight.export.expression import Expression, parse
-from limelight.export.manifest import SIZES
+from limelight.export.manifest import NUMBERS, SIZES, is_of_numbers, split_condition
 
-_NUMBERS = ("scale", "softcap")
 _DTYPES = {"float16": "Float16", "bfloat16": "BFloat16", "float32": "Float32"}
 _ORDERS = {"<": "Less", "<=": "LessEqual", ">": "Greater", ">=": "GreaterEqual"}
 _OPERATORS = {
@@ -164,8 +163,8 @@ class _Tables:
         return f"Some({self._value(own)})" if text == own else "None"
 
     def _condition(self, text: str) -> str:
-        left, order, right = re.split(r" (<=|>=|<|>) ", text)
-        of_numbers = not set(_NUMBERS).isdisjoint(re.findall(r"[A-Za-z_][\w.]*", text))
+        left, order, right = split_condition(text)
+        of_numbers = is_of_numbers(text)
         index = self._number if of_numbers else self._expression
         return (
             f"Condition {{ of_numbers: {_bool(of_numbers)}, left: {index(left)}, "
@@ -217,7 +216,7 @@ def _number_of(known: dict[Any, int], thing: Any) -> int:
 
 def _number(expression: Expression, inside: bool = False) -> str:
     if isinstance(expression, str):
-        return f"v[{_NUMBERS.index(expression)}]"
+        return f"v[{NUMBERS.index(expression)}]"
     if isinstance(expression, (int, float)):
         return repr(float(expression))
     operator, left, right = expression

@@ -7,10 +7,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.core import Tracer
 
 from limelight.adapters.base import Adapter, Arguments
+from limelight.adapters.foreign import numbers_of
 from limelight.adapters.jax import calls
 from limelight.adapters.jax.calls import JAXPlan
 from limelight.devices import CPU, Device
@@ -36,12 +36,7 @@ class JAXAdapter(Adapter):
 
     def asarray(self, value: Any, like: Any, name: str) -> Any:
         if not isinstance(value, jax.Array):
-            found = np.asarray(value)
-            if found.dtype.kind not in "biuf":
-                raise invalid_type(name, found=f"{value!r}", needed="numbers or booleans")
-            if found.dtype == np.float64 and like.dtype != jnp.float64:
-                found = found.astype(np.float32)
-            value = jnp.asarray(found)
+            value = jnp.asarray(numbers_of(value, name, wide=like.dtype == jnp.float64))
         self._check_device(name, value, like)
         if jnp.issubdtype(value.dtype, jnp.unsignedinteger):
             # Unsigned numbers wrap around when subtracted.
