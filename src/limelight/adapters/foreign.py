@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from limelight.errors import invalid_type
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 def numbers_of(value: Any, name: str, *, wide: bool) -> np.ndarray:
@@ -14,6 +15,8 @@ def numbers_of(value: Any, name: str, *, wide: bool) -> np.ndarray:
 
     Raises TypeError, with the name of the argument, for what is no numbers or booleans.
     """
+    import numpy as np
+
     found = np.asarray(value)
     if found.dtype.kind not in "biuf":
         raise invalid_type(name, found=f"{value!r}", needed="numbers or booleans")
